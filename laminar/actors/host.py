@@ -176,7 +176,7 @@ class Host:
         self._actor: ActorRole | None = None
         self._stop = asyncio.Event()
         self._begin = asyncio.Event()  #: set by the first welcome, or by an earlier end
-        self._failure: tuple[str, int, bool] | None = None  #: reason, code, engine failed
+        self._failure: tuple[ev.ActorFailed, int] | None = None  #: with the exit code
         self._tasks: dict[asyncio.Task[Any], None] = {}  #: running tasks, in order of creation
         process.join(self)
 
@@ -248,12 +248,12 @@ class Host:
         return self.process.add_outlet(name, write, kept=kept)
 
     def fail_process(
-        self, reason: str, exit_code: int = exit_codes.FAILED, *, engine: bool = False
+        self, reason: str, exit_code: int = exit_codes.FAILED, error: BaseException | None = None
     ) -> None:
-        """End this process with a reason; the first one counts. `engine`: the engine failed."""
+        """End this process with a reason; the first one counts. `error`: the cause, if raised."""
         self._begin_shutdown()
         if self._failure is None:
-            self._failure = (reason[:REASON_CHARS_MAX], exit_code, engine)
+            self._failure = _describe_failure(reason, exit_code, error), exit_code
             self.log.error("failed", reason=reason)
 
     # --- the process --------------------------------------------------------------------------
@@ -312,10 +312,9 @@ class Host:
         paused = self._paused and self.role == "node"
         code = exit_codes.PAUSED if paused else exit_codes.COMPLETE
         if self._failure is not None:
-            reason, code, engine = self._failure
+            failed, code = self._failure
             if self.process.incarnation and code not in _NO_FAILURES:
-                user_error = code == exit_codes.USER_ERROR
-                self._last_word(ev.ActorFailed(reason=reason, user_error=user_error, engine=engine))
+                self._last_word(failed)
         try:
             await actor.stop()
         except Exception:
@@ -401,12 +400,22 @@ class Host:
         if isinstance(error, ProcessEnding):
             self.log.info("given-up", reason=str(error))
             return
-        engine, code = isinstance(error, EngineError), _find_exit_code(error)
-        name = "" if engine or code == exit_codes.USER_ERROR else f"{type(error).__name__}: "
-        self.fail_process(f"{name}{error}", code, engine=engine)
+        code = _find_exit_code(error)
+        plain = isinstance(error, EngineError | LinkClosed) or code == exit_codes.USER_ERROR
+        name = "" if plain else f"{type(error).__name__}: "
+        self.fail_process(f"{name}{error}", code, error)
         if code == exit_codes.LOG_UNWRITABLE:
             self.notify_user(f"the disk fails, this process ends: {error}")
         self.log.error(what, exc_info=error)
+
+
+def _describe_failure(reason: str, exit_code: int, error: BaseException | None) -> ev.ActorFailed:
+    return ev.ActorFailed(
+        reason=reason[:REASON_CHARS_MAX],
+        user_error=exit_code == exit_codes.USER_ERROR,
+        engine=isinstance(error, EngineError),
+        link=isinstance(error, LinkClosed),
+    )
 
 
 def _find_exit_code(error: BaseException) -> int:

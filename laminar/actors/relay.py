@@ -206,13 +206,11 @@ class Relay:
             self.slots.abandon_slot(FETCH if report.fetched else CHAIN)
         elif isinstance(report, NotFetched):
             self._fetches.end_fetch(report.version)
-            self._report_trouble("not-fetched", report.peer, report.version, report.reason)
+            self._report_trouble(Trouble("not-fetched", report.version, report.peer, report.reason))
         elif isinstance(report, Received):
             self._handle_received(report)
         elif isinstance(report, Trouble):
-            self._report_trouble(
-                report.kind, report.peer, report.version, report.detail, report.pace
-            )
+            self._report_trouble(report)
         elif isinstance(report, PeerRejected):
             self.host.log.warning("peer-rejected", what=report.what)
         elif isinstance(report, NeighbourUp):
@@ -268,27 +266,27 @@ class Relay:
             self._report_linked()
         elif report.name == command.successor:
             detail = f"incarnation {report.incarnation} is there, not {command.incarnation}"
-            self._report_trouble("other-relay", report.name, -1, detail)
+            self._report_trouble(Trouble("other-relay", -1, report.name, detail))
 
     def _neighbour_down(self, report: NeighbourDown) -> None:
         facts = {"name": report.name, "reason": report.reason}
         self.host.log.info("neighbour-down", side=report.side, **facts)
         fed = self._order is not None and self._order[1].successor == report.name
         if report.side is Side.SUCCESSOR and fed:
-            self._report_trouble("connection-lost", report.name, -1, report.reason)
+            self._report_trouble(Trouble("connection-lost", -1, report.name, report.reason))
 
-    def _report_trouble(
-        self, kind: str, relay: str, version: int, detail: str, pace: TransferPace | None = None
-    ) -> None:
-        detail, pace = detail[:DETAIL_CHARS_MAX], pace or _UNKNOWN
+    def _report_trouble(self, report: Trouble) -> None:
+        kind, relay, pace = report.kind, report.peer, report.pace or _UNKNOWN
+        detail = report.detail[:DETAIL_CHARS_MAX]
         trouble = ev.TransferProblem(
             kind=kind,
             relay=relay,
-            version=version,
+            version=report.version,
             detail=detail,
             num_bytes=pace.num_bytes,
             duration_ms=int(pace.seconds * 1000),
             left_bytes=pace.left_bytes,
+            stalls=report.stalls,
         )
         self.host.emit(trouble, kind=kind, relay=relay, detail=detail)
 

@@ -41,6 +41,7 @@ class ActorFailed(Event, frozen=True, kw_only=True):
     reason: str
     user_error: bool
     engine: bool = False  #: whether a replica's engine caused the failure
+    link: bool = False  #: whether a link to another process failed: its work is not to blame
 
 
 @reported_by(

@@ -63,3 +63,4 @@ class TransferProblem(Event, frozen=True, kw_only=True, omit_defaults=True):
     num_bytes: int = 0  #: bytes received within `duration_ms`, of a slow version
     duration_ms: int = 0
     left_bytes: int = 0  #: bytes still to come
+    stalls: int = 0  #: connections to the other relay in a row that stalled without progress

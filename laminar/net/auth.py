@@ -100,6 +100,8 @@ FINAL_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILE
 """Monitor events of a final refusal: a client gives up, or a server refused a stranger."""
 REFUSALS = FINAL_REFUSALS | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """Monitor events of a client that was refused; without a detail the server may have died."""
+CONNECTIONS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+"""Monitor events of a client's connections: established, and ended."""
 
 
 def next_event(monitor: zmq.Socket[bytes]) -> int:

@@ -7,7 +7,8 @@ The I/O around `session` and `transport`: each turn drains the socket, delivers 
 sends the frames that are due; a slow tick of the socket drives resends and heartbeats. The address
 of a silent server is looked up again, because it may have restarted elsewhere. A callback that
 raises ends the shell, and `wait_closed` raises the same exception: an actor that lost a command
-half-way must end.
+half-way must end. So does LinkStalled: a network that passes handshakes and heartbeats, but drops
+large packets, would hold up an actor for ever, and the run with it.
 """
 
 from __future__ import annotations
@@ -27,15 +28,21 @@ from laminar.net.addresses import MACHINE, is_loopback
 from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S
 from laminar.net.frames import BAD_BYTES
-from laminar.net.session import MS, ClientLink, LinkState, RunOver
+from laminar.net.session import MS, ClientLink, LinkClosed, LinkState, RunOver
 from laminar.net.transport import ClientSocket
 from laminar.run.renames import write_whole
 
 GONE_S = 10.0
 """Silence after which a server counts as gone; a restarted one is back sooner."""
+STALLS_MAX = 4
+"""The connections in a row that end before an awaited message; each takes PROBE_TIMEOUT_MS."""
 LINGER_MS = 200  #: how long the last frames may take to leave a closed socket
 
 now_ns = time.monotonic_ns
+
+
+class LinkStalled(LinkClosed):
+    """Connections are established, but the awaited message never passes."""
 
 
 class AddressFile(msgspec.Struct):
@@ -104,11 +111,13 @@ class ClientShell:
         on_frame: Callable[[], None],
         keys: RunKeys,
         on_trouble: Callable[[str], None],
+        find_awaited: Callable[[], int | None],
     ) -> None:
         """Connect the link to a socket in the running loop.
 
         `on_frame`: called after each frame, before the body that it may complete. `on_trouble`:
-        called once with a reason if the server refuses this process.
+        called once with a reason if the server refuses this process. `find_awaited`: returns the
+        number of the message that must pass next; None: nothing is awaited.
         """
         self.link = link
         self.bad_frames = 0
@@ -120,6 +129,8 @@ class ClientShell:
         self._on_body = on_body
         self._on_frame = on_frame
         self._on_trouble, self._told = on_trouble, ""
+        self._find_awaited = find_awaited
+        self._stalled: tuple[str, int | None, int] = ("", None, 0)
         self._flush_due = False
         self._socket = ClientSocket(keys, link.limits.max_frame)
         self._socket.attach_loop(asyncio.get_running_loop(), self._run_turn)
@@ -156,6 +167,7 @@ class ClientShell:
             for frame in frames:
                 self._receive_frame(frame)
             self._look_up()
+            self._check_stall()
             self._send_due()
             if frames:
                 self.turned.set()
@@ -185,6 +197,19 @@ class ClientShell:
         if address and (address != known or self._socket.given_up):
             self._socket.connect(address)
             self.link.request_hello()
+
+    def _check_stall(self) -> None:
+        """Raise LinkStalled if several connections in a row have not passed the same message."""
+        awaited, lost = self._find_awaited(), self._socket.lost_connections
+        address, before, since = self._stalled
+        if awaited is None or (address, before) != (self.address, awaited):
+            self._stalled = (self.address, awaited, lost)
+        elif lost - since >= STALLS_MAX:
+            raise LinkStalled(
+                f"{lost - since} connections from {self.link.name} to {self.address} in a row were "
+                "established and then stalled: the network between them may drop large packets; "
+                "compare the MTU of the two machines"
+            )
 
     def _report_refusal(self) -> None:
         """Report a refusal once and continue: another run's server may have the address."""
@@ -301,6 +326,7 @@ class ControlClient:
             self._handle_link_state,
             self._keys,
             self._on_trouble,
+            lambda: self._link.outbox.first if self._link.outbox else None,
         )
 
     async def wait_closed(self) -> None:

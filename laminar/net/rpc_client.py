@@ -84,6 +84,7 @@ class RpcClient:
             self._handle_link_state,
             self._keys,
             self._on_trouble,
+            lambda: self._link.inbox.delivered if self._calls else None,
         )
         self._shell.closed.add_done_callback(self._handle_closed)
 

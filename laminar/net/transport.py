@@ -33,6 +33,7 @@ import zmq
 from laminar.config import ConfigError
 from laminar.net.addresses import own_ip
 from laminar.net.auth import (
+    CONNECTIONS,
     CURVE_BYTES,
     FINAL_REFUSALS,
     REFUSALS,
@@ -230,7 +231,9 @@ class ClientSocket(_Socket):
     def __init__(self, keys: RunKeys, max_message: int = FRAME_BYTES_MAX) -> None:
         super().__init__(zmq.DEALER, keys, max_message)
         self.address = ""  #: empty: not connected yet
-        self._refusals = 0
+        self._refusals = self._last_refusal = 0
+        self._established = False
+        self.lost_connections = 0  #: established connections to this address that ended
         self.given_up = False  #: ZeroMQ does not retry after a refusal with a reason
 
     def connect(self, address: str) -> None:
@@ -243,8 +246,9 @@ class ClientSocket(_Socket):
         self.close()
         self._open()
         self._keys.secure_client(self._socket)
-        self._monitor = self._socket.get_monitor_socket(REFUSALS)
-        self._refusals, self.given_up = 0, False
+        self._monitor = self._socket.get_monitor_socket(REFUSALS | CONNECTIONS)
+        self._refusals = self._last_refusal = self.lost_connections = 0
+        self._established = self.given_up = False
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -270,13 +274,24 @@ class ClientSocket(_Socket):
 
         A refusal without a reason counts only after REFUSALS_SAID times.
         """
-        last = 0
-        while self._monitor is not None and (event := next_event(self._monitor)):
-            last = event
-            self._refusals += 1
-            self.given_up = self.given_up or bool(event & FINAL_REFUSALS)
+        self._read_monitor()
+        last, self._last_refusal = self._last_refusal, 0
         certain = self.given_up or self._refusals >= REFUSALS_SAID
         return why_refused(self.address, last) if last and certain else None
+
+    def _on_tick(self) -> None:
+        self._read_monitor()
+        super()._on_tick()
+
+    def _read_monitor(self) -> None:
+        while self._monitor is not None and (event := next_event(self._monitor)):
+            if event & REFUSALS:
+                self._last_refusal = event
+                self._refusals += 1
+                self.given_up = self.given_up or bool(event & FINAL_REFUSALS)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.lost_connections += self._established
+            self._established = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def send(self, frame: bytes) -> bool:
         """Send, and return False if not connected or the queue is full; the session sends again."""

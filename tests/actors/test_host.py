@@ -14,6 +14,7 @@ from laminar.actors.disk_full_retry import DiskStayedFull
 from laminar.actors.host import Host
 from laminar.config import dump_config, load_config
 from laminar.events import commands as cmd
+from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.names import exit_codes
 from laminar.run.directory import CONFIG_FILE
@@ -102,7 +103,8 @@ def test_a_failure_ends_the_process_though_nothing_can_be_logged(
 
     actor, host, code = asyncio.run(run())
     assert code == exit_codes.FAILED and actor.stopped
-    assert host._failure == ("ValueError: no room", exit_codes.FAILED, False)
+    failed = ev.ActorFailed(reason="ValueError: no room", user_error=False)
+    assert host._failure == (failed, exit_codes.FAILED)
 
 
 @pytest.mark.parametrize(

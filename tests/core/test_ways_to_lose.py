@@ -29,6 +29,11 @@ def leaves(bench: Bench, name: str) -> list[Command]:
     return bench.say(name, ev.ActorLeft())
 
 
+def unlinked(bench: Bench, name: str) -> list[Command]:
+    """Its link to the store passes small packets only."""
+    return bench.say(name, ev.ActorFailed(reason="stalled", user_error=False, link=True))
+
+
 def replaced(bench: Bench, name: str) -> list[Command]:
     """A new process of the same name joins first."""
     return bench.join(name, boot=f"{bench.seq}")
@@ -154,11 +159,12 @@ def test_silent_and_replaced_processes_are_told_to_stop_what_ran_there() -> None
     assert {c.to for c in only(cmd.AbortTrajectories, silent(bench, REPLICA))} == {REPLICA}
 
 
-def test_who_leaves_has_not_died_of_its_work() -> None:
+@pytest.mark.parametrize("way", [leaves, unlinked])
+def test_who_leaves_has_not_died_of_its_work(way: Callable[[Bench, str], list[Command]]) -> None:
     """However often: a machine that is taken away has nothing to do with what ran there."""
     bench = Bench(replicas=1, capacity=4, max_staleness=0)
     bench.start()
     for _ in range(4):
-        again(bench, leaves)
+        again(bench, way)
     assert {t.deaths for t in bench.state.trajectories.values()} == {0}
     assert not bench.state.ledger.groups.dropped

@@ -5,16 +5,18 @@ import time
 from functools import partial
 
 import pytest
+import zmq
 
 from laminar.config import ConfigError
-from laminar.net.client import ControlClient, read_address, write_address
+from laminar.net.client import STALLS_MAX, ControlClient, LinkStalled, read_address, write_address
 from laminar.net.frames import Hello, decode_client
 from laminar.net.session import Limits, LinkClosed, ServerLink
-from laminar.net.transport import ServerSocket
+from laminar.net.transport import ClientSocket, ServerSocket
 from tools.kit.secrets import KEYS
 
 DEADLINE_S = 25.0  #: only a hang reaches it
 HEARTBEAT_MS = 100
+SMALL_BYTES = 900
 
 
 async def until(condition):
@@ -213,6 +215,52 @@ async def test_a_callback_that_raises_ends_the_client(address_file):
     with pytest.raises(LinkClosed, match="no handler"):
         actor.client.send(b"event")
     server.close()
+
+
+async def pass_small(source, sink):
+    """Pass small packets on; after a large one, nothing passes on this connection."""
+    large = False
+    while data := await source.read(1 << 16):
+        large = large or len(data) > SMALL_BYTES
+        if not large:
+            sink.write(data)
+    sink.close()
+
+
+@pytest.fixture
+async def narrow(address_file, monkeypatch):
+    """A server behind a network that drops large packets, and its connections so far."""
+    probes = ((zmq.HEARTBEAT_IVL, 50), (zmq.HEARTBEAT_TIMEOUT, 150))
+    monkeypatch.setattr(ClientSocket, "_probes", probes)
+    server = Coordinator({}, address_file, "s1")
+    connections = []
+
+    async def join(reader, writer):
+        connections.append(writer)
+        inner, outer = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(pass_small(reader, outer), pass_small(inner, writer))
+
+    network = await asyncio.start_server(join, "127.0.0.1", 0)
+    host, port = network.sockets[0].getsockname()
+    write_address(address_file, f"tcp://{host}:{port}")
+    yield connections
+    network.close()
+    server.close()
+
+
+async def test_a_client_whose_large_messages_never_pass_ends_with_the_likely_cause(
+    address_file, narrow
+):
+    """Its connections are established, and its heartbeats pass: it would wait for ever."""
+    actor = Actor(address_file)
+    await actor.client.start()
+    actor.client.send(b"x" * 10 * SMALL_BYTES)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(LinkStalled, match=r"rollout-0 to tcp://.* drop large packets"):
+            await actor.client.wait_closed()
+    assert len(narrow) >= STALLS_MAX
+    with pytest.raises(LinkClosed):
+        actor.client.send(b"event")
 
 
 def test_an_address_file_is_replaced_whole(address_file):

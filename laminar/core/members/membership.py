@@ -175,7 +175,7 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
             ctx.ignore("run-ending")
     else:
         again = event.engine and _is_failing_each_start(ctx.state, name, event.reason)
-        actor_lost(ctx, name, event.reason)
+        actor_lost(ctx, name, event.reason, blame=not event.link)
         if again:
             fail_run(ctx, FailureKind.ENGINE_FAILS, name, event.reason)
 

@@ -190,10 +190,12 @@ def plan_unscored(ctx: Context) -> None:
     state = ctx.state
     while state.unscored:
         index = indexes_of(state).replicas
-        scorer = index.find_least_loaded(index.kinds, room=0)
+        first = state.trajectories[next(iter(state.unscored))]
+        late = (first.replica,) if first.batch_timeouts else ()
+        scorer = index.find_least_loaded(index.kinds, room=0, but=late)
+        scorer = scorer or index.find_least_loaded(index.kinds, room=0)
         if scorer is None:
             return
-        first = state.trajectories[next(iter(state.unscored))]
         together = groups.find_scorable(state, first)
         if together:
             groups.score_siblings(ctx, together, groups.choose_scorer(state, first, scorer.name))

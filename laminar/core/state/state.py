@@ -130,7 +130,7 @@ class RelayState(msgspec.Struct, kw_only=True, omit_defaults=True):
     newest_digest: str = ""
     arrived: dict[int, int] = {}  #: time_ns of its report, by held version
     slow_transfers: int = 0  #: transfers in a row that its hop held up
-    failed_links: int = 0  #: orders in a row that it missed the deadline of
+    failed_links: int = 0  #: successors in a row that it could not connect to, or feed
 
 
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):

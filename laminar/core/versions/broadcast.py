@@ -41,6 +41,8 @@ SLOT_TIMEOUT_MS = RECEIVE_TIMEOUT_MS + 30_000
 """The timeout of an owed publish, from the last bytes.
 
 A slot that they hold is free when their own timeout is over, and its relay has been restarted."""
+STALLS_MAX = 3
+"""The stalls in a row, of about 10 s each, after which a hop is taken to carry no weights."""
 LAG_MS = 1_000
 """The delay of a transfer below which a hop is never slow, whatever its share."""
 LAG_SHARE = 4
@@ -140,19 +142,23 @@ def on_relay_linked(ctx: Context, event: ev.RelayLinked) -> None:
     if outstanding is None or outstanding.command_id != event.command_id:
         return ctx.ignore("repeat")
     ctx.end_command(key)
-    ctx.state.relays[ctx.stamped.peer].failed_links = 0
 
 
 def link_expired(ctx: Context, name: str, successor: str) -> None:
-    """Restart a successor that was not connected in time; it comes back as the last one.
-
-    A relay that fails with one successor after the other is restarted itself."""
+    """Restart a successor that was not connected in time, or the relay itself."""
     relay = ctx.state.relays[name]
     ctx.end_command(keys.forward_key(name))
-    relay.failed_links += 1
-    at_fault = successor if successor and relay.failed_links < UNLINKED_MAX else name
+    at_fault = successor if _is_successor_to_blame(relay) and successor else name
     target = successor or "no successor"
     ctx.restart_actor(at_fault, f"{name} could not be connected to {target} in time")
+
+
+def _is_successor_to_blame(relay: RelayState) -> bool:
+    """Count a hop that failed; return whether to restart its successor, which becomes the last one.
+
+    A relay that fails with one successor after the other is restarted itself."""
+    relay.failed_links += 1
+    return relay.failed_links < UNLINKED_MAX
 
 
 # --- held versions --------------------------------------------------------------------------------
@@ -181,6 +187,8 @@ def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
     if not record_held_versions(ctx, relay, event.version, event.digest, event.held):
         return ctx.ignore("repeat")
     if relay.newest == event.version and news:
+        if position := state.relay_chain.index(relay.name):
+            state.relays[state.relay_chain[position - 1]].failed_links = 0
         _judge_speed(ctx, relay, event)
         ctx.clear_timer(keys.receive_timer(relay.name))
         await_newest(ctx, relay)
@@ -257,18 +265,21 @@ def receive_expired(ctx: Context, name: str) -> None:
 
 
 def _has_valid_measurements(state: State, event: ev.TransferProblem) -> bool:
-    return all(map(is_count, (event.num_bytes, event.duration_ms, event.left_bytes)))
+    figures = (event.num_bytes, event.duration_ms, event.left_bytes, event.stalls)
+    return all(map(is_count, figures))
 
 
 @handles(ev.TransferProblem, valid=_has_valid_measurements)
 def on_transfer_problem(ctx: Context, event: ev.TransferProblem) -> None:
-    """Record trouble that the relays have handled, for those who inspect these machines.
+    """Record trouble that the relays have handled, and repair a hop that they cannot.
 
     The timeout of a version restarts whenever bytes of it are reported."""
     name = ctx.stamped.peer
     timer = keys.receive_timer(name)
     if name not in ctx.state.relays:
         return ctx.ignore("not-ready")
+    if event.stalls >= STALLS_MAX:
+        _repair_hop(ctx, ctx.state.relays[name], event)
     publish = keys.deadline_timer(keys.PUBLISH)
     if event.num_bytes and publish in ctx.state.timers:  # the received bytes may hold its slot
         ctx.set_timer(publish, SLOT_TIMEOUT_MS)
@@ -279,6 +290,22 @@ def on_transfer_problem(ctx: Context, event: ev.TransferProblem) -> None:
         for replica in indexes_of(ctx.state).served_by(name):
             if indexes.is_streaming(ctx.state, replica):
                 ctx.set_timer(keys.deadline_timer(keys.pull_key(replica)), RECEIVE_TIMEOUT_MS)
+
+
+def _repair_hop(ctx: Context, relay: RelayState, event: ev.TransferProblem) -> None:
+    """Restart a relay that is reached, but gets no weights: the chain continues without it.
+
+    The head is to blame only if it cannot feed another successor either."""
+    chain = ctx.state.relay_chain
+    if event.relay != relay.successor or keys.restart_key(event.relay) in ctx.state.commands:
+        return
+    blamed = _is_successor_to_blame(relay) or len(chain) <= 2
+    ctx.restart_actor(
+        relay.successor if blamed else relay.name,
+        f"{event.stalls} connections from {relay.name} to {relay.successor} in a row were "
+        f"established and then stalled ({event.detail}): the network between {relay.node} and "
+        f"{ctx.state.relays[relay.successor].node} may drop large packets; compare their MTU",
+    )
 
 
 def _older_comes(ctx: Context, event: ev.TransferProblem) -> None:

@@ -4,7 +4,8 @@ Reads   the coordinator's order that names the successor; frames of the successo
 Emits   Hello and Proof; NeighbourUp, NeighbourDown, Trouble
 
 While the order stands, the connection is retried with pauses that grow to a second, so a restarted
-successor is served again without any new order.
+successor is served again without any new order. A connection that was established, but passes
+nothing large, or nothing that is read, ends by a timeout; such stalls are counted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from laminar.weights.chain.wire import (
     FromSuccessor,
     PeerRefused,
     Proof,
+    VersionDone,
+    Want,
 )
 
 RETRY_S_MIN, RETRY_S_MAX = 0.05, 1.0
@@ -101,6 +104,8 @@ class Downstream:
         self._deadline = 0.0  #: time limit of the handshake, or time of the next retry
         self._pause = RETRY_S_MIN
         self._complained = False  #: trouble with this successor was reported
+        self._stalls = 0  #: connections in a row that stalled, since the successor progressed
+        self._chunks_there = 0  #: chunks that it had of the last wanted version
 
     @property
     def peer(self) -> str:
@@ -114,6 +119,7 @@ class Downstream:
         self.end_connection(ConnectionAbortedError("another successor was ordered"))
         self._order = order
         self._pause, self._deadline, self._complained = RETRY_S_MIN, 0.0, False
+        self._stalls = 0
 
     def close(self) -> None:
         if self.connection is not None:
@@ -196,6 +202,7 @@ class Downstream:
     def handle_message(self, message: FromSuccessor) -> None:
         """Handle a message of the successor."""
         if self.welcomed:
+            self._note_progress(message)
             return self._sender.handle_message(message)
         if isinstance(message, PeerRefused):
             raise BadBytes("refused", message.reason)
@@ -205,6 +212,16 @@ class Downstream:
             self._accept_welcome(message)
         else:
             raise BadBytes("no-welcome", type(message).__name__)
+
+    def _note_progress(self, message: FromSuccessor) -> None:
+        """Forget the stalls of a successor that has more than before them."""
+        if isinstance(message, Want):
+            before, self._chunks_there = self._chunks_there, sum(map(int.bit_count, message.have))
+            if self._chunks_there <= before:
+                return
+        elif not isinstance(message, VersionDone):
+            return
+        self._stalls = 0
 
     def _answer_challenge(self, challenge: Challenge) -> None:
         """Verify that the successor is the ordered one and of this run, then send our proof."""
@@ -233,6 +250,7 @@ class Downstream:
 
     def end_connection(self, error: BadBytes | OSError) -> None:
         """Close a connection that failed or ended, and retry after a pause."""
+        stalled = isinstance(error, TimeoutError) and not self._connecting
         welcomed, self.welcomed, self._connecting = self.welcomed, False, False
         if self.connection is not None:
             self.connection.close()
@@ -247,6 +265,9 @@ class Downstream:
         if isinstance(error, BadBytes):
             self.refused[error.reason] += 1
             self._report_once(error.reason, name, error)
+        elif stalled:
+            self._stalls += 1
+            self._emit(Trouble("stalled", -1, name, str(error), stalls=self._stalls))
         elif not welcomed and not isinstance(error, ConnectionAbortedError):
             self._report_once("unreachable", name, error)
         if welcomed:

@@ -76,6 +76,7 @@ class Trouble:
     peer: str  #: name of the neighbour
     detail: str
     pace: TransferPace | None = None  #: speed of a slow transfer
+    stalls: int = 0  #: connections to a successor in a row that stalled without progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,16 @@ def test_slow_reward_is_asked_for_again() -> None:
     assert not only(cmd.GenerateTrajectory, commands)
 
 
+def test_slow_reward_is_asked_for_elsewhere() -> None:
+    """The replica that does not deliver it is the least loaded one: it would be asked for ever."""
+    bench = waiting(replicas=2)
+    bench.finish("0.0.0")
+    bench.finish("0.0.1")
+    assert {t.replica for t in bench.state.trajectories.values()} == {"rollout-0"}
+    commands = bench.wait(WAIT_MS)
+    assert {c.to for c in only(cmd.ScoreTrajectories, commands)} == {"rollout-1"}
+
+
 def test_nothing_expires_while_the_trainer_works() -> None:
     """The clock runs only while the trainer waits."""
     bench = waiting(max_staleness=1)

@@ -6,7 +6,12 @@ import pytest
 
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.scheduling.admission import find_not_admitted_reason
-from laminar.core.versions.broadcast import LAGS_MAX, LINK_TIMEOUT_MS, RECEIVE_TIMEOUT_MS
+from laminar.core.versions.broadcast import (
+    LAGS_MAX,
+    LINK_TIMEOUT_MS,
+    RECEIVE_TIMEOUT_MS,
+    STALLS_MAX,
+)
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -35,6 +40,12 @@ def forwarded(commands: list[Command]) -> list[tuple[str, str]]:
 
 def restarted(commands: list[Command]) -> list[tuple[str, str]]:
     return [(c.to, c.actor) for c in only(cmd.RestartActor, commands)]
+
+
+def stalls(bench: Bench, name: str, relay: str, stalls: int = STALLS_MAX) -> list[Command]:
+    """A relay reports that its connections to this one are established and carry no weights."""
+    problem = {"kind": "stalled", "relay": relay, "version": -1, "detail": "timed out"}
+    return bench.say(name, ev.TransferProblem(**problem, stalls=stalls))
 
 
 def step(bench: Bench, *, publish: bool = True) -> list[Command]:
@@ -178,6 +189,37 @@ def test_connection_that_does_not_come_about_restarts_the_successor_then_the_rel
     assert restarted(bench.wait(LINK_TIMEOUT_MS)) == [("node-2", "relay-2")]
     bench.kill("relay-2")
     assert restarted(bench.wait(LINK_TIMEOUT_MS)) == [("node-0", "relay-0")]
+
+
+def test_hop_that_stalls_restarts_its_successor_and_the_chain_continues_without_it() -> None:
+    bench = started()
+    assert not restarted(stalls(bench, "relay-0", "relay-1", STALLS_MAX - 1))
+    (order,) = only(cmd.RestartActor, stalls(bench, "relay-0", "relay-1"))
+    assert (order.to, order.actor) == ("node-1", "relay-1")
+    assert f"{STALLS_MAX} connections from relay-0 to relay-1" in order.reason
+    assert "MTU" in order.reason
+    assert not restarted(stalls(bench, "relay-0", "relay-1", STALLS_MAX + 1))
+    assert forwarded(bench.kill("relay-1")) == [("relay-0", "relay-2")]
+    bench.come_back("relay-1")
+    bench.link_all()
+    assert bench.state.relay_chain == ["relay-0", "relay-2", "relay-1"]
+    assert not restarted(stalls(bench, "relay-0", "relay-1"))  # it is fed by another one now
+
+
+def test_relay_that_feeds_no_successor_is_restarted_itself() -> None:
+    bench = started()
+    assert restarted(stalls(bench, "relay-1", "relay-2")) == [("node-2", "relay-2")]
+    bench.come_back("relay-2")
+    bench.link_all()
+    assert restarted(stalls(bench, "relay-1", "relay-2")) == [("node-1", "relay-1")]
+
+
+def test_head_is_not_to_blame_for_the_only_other_machine() -> None:
+    bench = started(nodes=2)
+    for boot in "bcd":
+        assert restarted(stalls(bench, "relay-0", "relay-1")) == [("node-1", "relay-1")]
+        bench.come_back("relay-1", boot)
+        bench.link_all()
 
 
 def test_version_that_does_not_come_restarts_the_first_that_lacks_it() -> None:

@@ -71,7 +71,7 @@ class Network:
         self._ip("link", "add", self._bridge, "type", "bridge")
         self._ip("link", "set", self._bridge, "up")
         for machine in range(MACHINES):
-            name, outer, inner = self.name(machine), self._outer(machine), f"in{machine}"
+            name, outer, inner = self.name(machine), self.outer(machine), f"in{machine}"
             self._ip("netns", "add", name)
             self._ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
             self._ip("link", "set", outer, "master", self._bridge, "up")
@@ -93,7 +93,7 @@ class Network:
 
     def cut(self, machine: int, *, cut: bool) -> None:
         """Cut off a machine in both directions, or reconnect it."""
-        self._ip("link", "set", self._outer(machine), "down" if cut else "up")
+        self._ip("link", "set", self.outer(machine), "down" if cut else "up")
 
     def mute(self, machine: int, *, cut: bool) -> None:
         """Drop everything that a machine sends, while it still receives; or undo that."""
@@ -112,7 +112,8 @@ class Network:
                 stderr=subprocess.STDOUT,
             )
 
-    def _outer(self, machine: int) -> str:
+    def outer(self, machine: int) -> str:
+        """Return the device that leads to a machine."""
         return f"{self._bridge}v{machine}"
 
     def _ip(self, *words: str) -> None:
