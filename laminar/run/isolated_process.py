@@ -1,6 +1,6 @@
 """User code in a separate process, which may hang or exit.
 
-Starts  python -m MODULE, in a separate session
+Starts  python -m MODULE, under a guard
 Gives   run_isolated: its output and exit code
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
+
+from laminar.run.process_guard import guard_command
 
 
 def run_isolated(
@@ -21,17 +21,20 @@ def run_isolated(
 
     The process runs code that may hang, exit or start other processes; all of them are killed.
     """
+    lifeline, ours = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *words],
+        guard_command(lifeline, module, *words),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        pass_fds=[lifeline],
         start_new_session=True,
     )
+    os.close(lifeline)
     try:
         said, _ = child.communicate(given, timeout=limit_s)
     finally:
-        with suppress(ProcessLookupError):  # with all processes that the code has started
-            os.killpg(child.pid, signal.SIGKILL)
+        child.send_signal(signal.SIGTERM)
         child.wait()
+        os.close(ours)
     return said, child.returncode

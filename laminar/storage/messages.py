@@ -22,6 +22,7 @@ from laminar.names.ids import Purpose
 from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer, TokenSpan
 
 MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket minus its envelope
+PROMPT_LIMIT = 2 * 2**20  #: bytes of a row, without token ids; with MAX_TOKENS, a message holds it
 REPLY_BUDGET = 12 * 2**20  #: bytes of payload in one reply; the excess is left out
 MAX_ITEMS = 4096  #: items of one request
 SPAN_BYTES = 320  #: upper bound of the bytes of a span in a reply

@@ -27,7 +27,6 @@ from laminar.storage.handlers import Handlers
 from laminar.storage.rows import DamageError, NotTokenised, PromptCount, PromptKey
 from laminar.storage.tables import Tables
 
-PROMPT_LIMIT = 2 * 2**20  #: bytes of one prompt payload: with MAX_TOKENS it fits into one message
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 _TRANSIENT = {
     sqlite3.SQLITE_IOERR: errno.EIO,  # also the form of EDQUOT and ESTALE
@@ -181,9 +180,9 @@ def _encode_prompts(prompts: Sequence[m.PromptPayload], purpose: str) -> Iterato
                 f"{purpose} prompt {index} cannot be stored as MessagePack ({error}): keep only "
                 "text, numbers, lists and maps in its columns"
             ) from error
-        if len(payload) > PROMPT_LIMIT:
+        if (size := len(payload) - len(prompt.prompt_ids)) > m.PROMPT_LIMIT:  # as in data/prompts
             raise ConfigError(
-                f"{purpose} prompt {index} has {len(payload)} bytes with its columns, over the "
-                f"limit of {PROMPT_LIMIT}: drop the large columns"
+                f"{purpose} prompt {index} has {size} bytes with its columns, over the limit of "
+                f"{m.PROMPT_LIMIT}: drop the large columns"
             )
         yield payload

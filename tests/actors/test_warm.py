@@ -21,7 +21,7 @@ import structlog
 
 from laminar.actors.system import warm as warm_module
 from laminar.actors.system import warm_process
-from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
+from laminar.actors.system.child_process import ForkedProcess, reap_orphan
 from laminar.actors.system.roles import Needs
 from laminar.actors.system.warm import OWN_ENVIRONMENT, PrestartedProcess, WarmProcess
 from laminar.actors.system.warm_process import Launch
@@ -29,6 +29,7 @@ from laminar.config import dump_config, load_config
 from laminar.names import exit_codes
 from laminar.run.directory import CONFIG_FILE
 from laminar.run.lock import RunLock, holders
+from laminar.run.process_guard import adopt_orphans
 from laminar.run.secret import make_secret
 from tests.actors.parts import MINIMAL, until
 
@@ -218,7 +219,7 @@ NODE = """
 import asyncio, sys
 from pathlib import Path
 import structlog
-from laminar.actors.system.child_process import adopt_orphans
+from laminar.run.process_guard import adopt_orphans
 from laminar.actors.system.roles import Needs
 from laminar.actors.system.warm import WarmProcess
 from laminar.actors.system.warm_process import Launch

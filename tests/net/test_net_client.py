@@ -14,7 +14,7 @@ from laminar.net.session import Limits, LinkClosed, ServerLink
 from laminar.net.transport import ClientSocket, ServerSocket
 from tools.kit.secrets import KEYS
 
-DEADLINE_S = 25.0  #: only a hang reaches it
+DEADLINE_S = 150.0  #: only a hang reaches it
 HEARTBEAT_MS = 100
 SMALL_BYTES = 900
 

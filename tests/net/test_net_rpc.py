@@ -15,7 +15,7 @@ from laminar.net.session import LinkClosed, ServerLink
 from laminar.net.transport import ClientSocket, ServerSocket
 from tools.kit.secrets import KEYS
 
-DEADLINE_S = 25.0  #: only a hang reaches it
+DEADLINE_S = 150.0  #: only a hang reaches it
 
 
 async def until(condition):

@@ -4,9 +4,11 @@ not to be repeated is not, whoever dies."""
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from laminar.events import events as ev
@@ -28,7 +30,11 @@ SMALL = (
 KILLS = """
 import os
 import signal
+import subprocess
 from pathlib import Path
+
+def parent(pid):
+    return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
 
 class Killer:
     def reset(self, **row):
@@ -41,11 +47,12 @@ class Killer:
             a: The first number.
             b: The second number.
         '''
+        leave = "sleep 1000 >/dev/null & echo $!"  # in a session without a parent
+        daemon = subprocess.check_output(["setsid", "sh", "-c", leave])
         with open({log!r}, "a") as log:
-            log.write(f"{{a}}+{{b}}\\n")
+            log.write(f"{{int(daemon)}}\\n")
         if len(Path({log!r}).read_text().splitlines()) == 3:
-            warm = Path(f"/proc/{{os.getppid()}}/stat").read_text()
-            os.kill(int(warm.rpartition(")")[2].split()[1]), signal.SIGKILL)
+            os.kill(parent(parent(os.getppid())), signal.SIGKILL)
             signal.pause()
         return a + b
 """
@@ -105,7 +112,10 @@ def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
     events = list(history(run.directory))
     assert any(name.startswith("rollout") for name in run.summary["lost_by"])
     lost = [e for e in events if isinstance(e, ev.TrajectoryFailed) and e.reason == "env-lost"]
-    made, noted = len(log.read_text().splitlines()), effects(run)
+    daemons, noted = [int(pid) for pid in log.read_text().split()], effects(run)
+    while any(map(psutil.pid_exists, daemons)):
+        time.sleep(0.05)
+    made = len(daemons)
     done = sum(status == "done" for *_, status in noted)
     if call_semantics == "retryable":
         assert not lost and made > done

@@ -19,7 +19,7 @@ from laminar.events import events as ev
 from laminar.run import fail_points
 from laminar.run.directory import ORIGIN_DIR, RESUME_FILE
 from laminar.training.trainer_state import ResumeState, decode
-from tests.run.conftest import ROOT, RUN_TIMEOUT_S, Finished, check_books, history, laminar
+from tests.run.conftest import ROOT, Finished, check_books, history, laminar
 
 pytestmark = pytest.mark.process
 STEP, STEPS = 4, 6
@@ -28,7 +28,7 @@ Said = Callable[..., str]
 
 def fork(of: Path, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     into = f"run.output_dir={directory}", "run.name=fork"
-    return laminar("fork", str(of), "--at-step", str(STEP), *into, *words, timeout=RUN_TIMEOUT_S)
+    return laminar("fork", str(of), "--at-step", str(STEP), *into, *words)
 
 
 def copied(run: Path, directory: Path) -> Path:

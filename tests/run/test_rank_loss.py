@@ -136,6 +136,6 @@ def test_the_run_goes_on_whichever_rank_is_lost(tmp_path: Path, point: str, time
         print(f"{point}, {what}: noticed after {after_s:.1f} s")
         assert after_s < (STOPPED_S if STOP in signals else KILLED_S), what
     check_books(finished)
-    again = laminar("retrain", str(run), timeout=WAIT_S)
+    again = laminar("retrain", str(run))
     assert again.returncode == 0, again.stdout + again.stderr
     assert _of(run) == [] and arenas(run) == []

@@ -22,7 +22,7 @@ def doctor(lab: Lab, *words: str) -> tuple[int, list[str], str]:
     """Exit code, the lines about faults, and all."""
     place = [f"run.output_dir={lab.runs}", "run.name=checked", "slurm.rollouts=1"]
     config = str(ROOT / "configs" / "quickstart.toml")
-    done = laminar("doctor", "-c", config, *place, *words, timeout=300)
+    done = laminar("doctor", "-c", config, *place, *words)
     faults = [line for line in done.stdout.splitlines() if line.startswith("FAULT")]
     return done.returncode, faults, done.stdout + done.stderr
 

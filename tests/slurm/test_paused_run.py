@@ -52,7 +52,7 @@ def slurm(*words: str) -> None:
 
 def ended(lab: Lab, run: Path, job: str) -> Finished:
     """The user ends it, and nothing is left in the queue."""
-    stopped = laminar("stop", str(run), timeout=300)
+    stopped = laminar("stop", str(run))
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     until(lambda: not lab.queue(), "the queue is empty")
     found = Finished(run, 0, (run / "logs" / "slurm" / f"service-{job}.log").read_text())
@@ -79,7 +79,7 @@ def test_a_run_that_slurm_warns_goes_on_by_itself(lab: Lab) -> None:
 
 def test_a_run_that_the_user_pauses_leaves_the_queue_and_goes_on_when_asked(lab: Lab) -> None:
     run, _ = submitted(lab, "paused")
-    done = laminar("stop", str(run), "--pause", timeout=300)
+    done = laminar("stop", str(run), "--pause")
     assert done.returncode == 0 and "submit --resume" in done.stdout, done
     until(lambda: not lab.queue(), "no task waits")
     before = steps(run)
@@ -107,7 +107,7 @@ def test_where_no_job_can_be_put_back_its_successor_goes_on(lab: Lab) -> None:
     before, third = steps(run), turn(run)
     until(lambda: steps(run) >= before + 2, "it trains")
     assert third.before == 2
-    stopped = laminar("stop", str(run), timeout=300)
+    stopped = laminar("stop", str(run))
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     until(lambda: not lab.queue(), "the queue is empty")
     said = (run / "logs" / "slurm" / f"service-{third.service}.log").read_text()

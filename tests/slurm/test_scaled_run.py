@@ -48,7 +48,7 @@ def test_machines_come_and_go(lab: Lab) -> None:
     until(lambda: "rollout-4.0" in finished_by(run), "another machine has work done")
     shown = laminar("ps", str(run)).stdout
     assert shown.count("RUNNING") == 4 and "rollout-4.0" in shown, shown
-    stopped = laminar("stop", str(run), timeout=300)
+    stopped = laminar("stop", str(run))
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     until(lambda: not lab.queue(), "the queue is empty")
     log = (run / "logs" / "slurm" / f"service-{jobs.service}.log").read_text()

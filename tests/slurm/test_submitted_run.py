@@ -56,14 +56,14 @@ def test_a_spare_takes_the_place_of_a_machine_that_loses_power(lab: Lab) -> None
     lab.node("kill-node", lab.queue()[first][1])
     until(lambda: f"rollout-{SPARE}.0" in finished_by(run), "the spare has work done")
     until(lambda: steps(run) >= STEPS, f"step {STEPS}")
-    stopped = laminar("stop", str(run), timeout=300)
+    stopped = laminar("stop", str(run))
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     until(lambda: not lab.queue(), "the queue is empty")
     log = (run / "logs" / "slurm" / f"service-{jobs.service}.log").read_text()
     ended = Finished(run, 0, log)
     assert ended.summary["steps"] >= STEPS and not ended.summary["failure"], log
     check_books(ended)
-    again = laminar("retrain", str(run), timeout=300)
+    again = laminar("retrain", str(run))
     assert again.returncode == 0, again.stdout + again.stderr
     assert arenas(run, NODES) == []
     for node in ("n1", "n2", "n3", "n4"):

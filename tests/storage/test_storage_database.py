@@ -14,7 +14,6 @@ from laminar.storage import books, payload_files, rules
 from laminar.storage import messages as m
 from laminar.storage.database import Database
 from laminar.storage.rows import NotTokenised, PromptKey
-from laminar.storage.transactions import PROMPT_LIMIT
 from tools.kit.store_samples import (
     PROMPTS,
     answers,
@@ -282,7 +281,7 @@ def test_open_leaves_out_what_has_no_room_and_does_not_touch_it(database):
 def test_the_largest_trajectory_fits_one_reply(database):
     answers(database, *_large("0.1.0", rules.MAX_TOKENS))
     (reply,) = database.handle_batch([m.Fetch(ids=("0.1.0",), with_prompt=True)])
-    assert len(m.encode(reply)) + 2 * PROMPT_LIMIT < m.MESSAGE_LIMIT
+    assert len(m.encode(reply)) + 2 * m.PROMPT_LIMIT < m.MESSAGE_LIMIT
 
 
 def test_stats(database):
@@ -342,7 +341,7 @@ def test_prompts_are_loaded_once(database, path):
 def test_a_prompt_that_cannot_be_stored_is_named_and_nothing_is_loaded(path):
     database = Database(path, 1)
     odd = msgspec.structs.replace(prompt(1), columns={"odd": object()})
-    large = msgspec.structs.replace(prompt(1), columns={"image": bytes(PROMPT_LIMIT)})
+    large = msgspec.structs.replace(prompt(1), columns={"image": bytes(m.PROMPT_LIMIT)})
     for wrong in (odd, large):
         with pytest.raises(ConfigError, match="train prompt 1"):
             database.load_prompts([prompt(0), wrong], [], "data-1")

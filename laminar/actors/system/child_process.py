@@ -1,30 +1,15 @@
 """Child processes that another process forked for this one, and unregistered children.
 
 Reads   the ends of children, by their pidfd
-Gives   ForkedProcess; adopt_orphans, reap_orphan
-
-Linux: a process that has called adopt_orphans becomes the parent of every descendant whose own
-parent ends, and is notified of their ends like those of other children (prctl(2),
-PR_SET_CHILD_SUBREAPER).
+Gives   ForkedProcess; reap_orphan
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 from collections.abc import Container
-
-_PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of orphans from now on; OSError if the system does not support it."""
-    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot become a subreaper: {os.strerror(number)}")
 
 
 def reap_orphan(known: Container[int], seen: int) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 
 from laminar.actors.host import Host
-from laminar.actors.system.child_process import ForkedProcess, adopt_orphans, reap_orphan
+from laminar.actors.system.child_process import ForkedProcess, reap_orphan
 from laminar.actors.system.roles import collect_needs, get_process_kind
 from laminar.actors.system.warm import PrestartedProcess, WarmProcess
 from laminar.actors.system.warm_process import Launch
@@ -28,6 +28,7 @@ from laminar.config import Config
 from laminar.engines.environment import gpus_per_replica, visible_gpus
 from laminar.names import ids
 from laminar.run.lock import RunLock
+from laminar.run.process_guard import adopt_orphans
 from laminar.weights.arena.arena import sweep_arenas
 
 REAP_S = 1.0

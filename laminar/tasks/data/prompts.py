@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from laminar.config import ConfigError, DataConfig
@@ -171,13 +172,33 @@ def _dataset_rows(data: DataConfig) -> Iterator[PromptRow]:
                 "data.dataset_seed or data.dataset_size"
             ) from None
         columns = {key: _to_plain_column(where, key, value) for key, value in item.items()}
-        yield PromptRow(
+        row = PromptRow(
             index=index,
             prompt=columns["question"],
             ground_truth=columns["answer"],
             columns=columns,
             data_source=columns["metadata"].get("source_dataset", data.dataset),
         )
+        yield _check_size(where, row)
+
+
+def _check_size(where: str, row: PromptRow) -> PromptRow:
+    """Return the row; raise ConfigError if it is too large for the store."""
+    from laminar.storage import messages as m  # with numpy, which reward workers do not need
+
+    parts = {key: value for key, value in vars(row).items() if key != "index"}
+    size = len(m.encode_prompt(m.PromptPayload(**parts)))
+    if size <= m.PROMPT_LIMIT:
+        return row
+    sizes = {key: len(msgspec.msgpack.encode(value)) for key, value in row.columns.items()}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    named = f"its largest column, {largest!r}, has {sizes[largest]}, and " if sizes else ""
+    again = len(msgspec.msgpack.encode(row.ground_truth))
+    raise ConfigError(
+        f"{where} takes {size} bytes, over the limit of {m.PROMPT_LIMIT} ({named}its answer counts "
+        f"apart from the columns, with {again}): drop the row, shorten it, or keep large values in "
+        "files that the reward function reads"
+    )
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -190,7 +211,7 @@ def _file_rows(files: Iterable[str], data: DataConfig) -> Iterator[PromptRow]:
         for where, record in _read_records(path):
             if path.suffix.lower() == PARQUET and data.prompt_key in record:
                 record[data.prompt_key] = _remove_nulls(record[data.prompt_key])
-            yield _make_row(index, where, record, path.stem, data)
+            yield _check_size(where, _make_row(index, where, record, path.stem, data))
             index += 1
 
 

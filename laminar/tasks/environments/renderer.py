@@ -8,7 +8,8 @@ A history is never tokenised again: sampled ids may differ after decoding and en
 template may render an old message differently from a new one. The next ids are the ids so far and
 those that the template appends to a turn, taken from a made-up conversation that ends in the same
 messages. `check_template` tests on random conversations, before a run, that the result equals the
-template's output for the whole conversation.
+template's output for the whole conversation. Where a new turn begins with empty thoughts (Qwen3
+with enable_thinking = false), the template may omit these in earlier turns; in a run they stay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from laminar.config import ConfigError, DataConfig
 from laminar.tasks.data.chat import build_messages, encode_prompt
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.arguments import list_types
-from laminar.tasks.environments.tool_calls import CallParser, ToolCall
+from laminar.tasks.environments.tool_calls import THINK, THOUGHT, CallParser, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,21 +111,33 @@ class Renderer:
                 "env.path needs a model with a chat template, and its tokenizer has none; give "
                 "another model.name"
             )
-        draws = random.Random(0)
+        draws, empty = random.Random(0), self._find_empty_thoughts()
         for _ in range(CONVERSATIONS):
-            self._check_conversation(draws, parser)
+            self._check_conversation(draws, parser, empty)
 
-    def _check_conversation(self, draws: random.Random, parser: CallParser) -> None:
+    def _find_empty_thoughts(self) -> list[int]:
+        """Return the ids of the closed thoughts that a new turn begins with; [] if it has none."""
+        ids = self._encode_messages([{"role": "user", "content": "?"}], begin=True)
+        text = self._tokenizer.decode(ids)
+        thoughts = text[text.rfind(THINK) :] if text.rstrip().endswith(THOUGHT) else ""
+        found: list[int] = self._tokenizer.encode(thoughts, add_special_tokens=False)
+        return found if ids[len(ids) - len(found) :] == found else []
+
+    def _check_conversation(
+        self, draws: random.Random, parser: CallParser, empty: list[int]
+    ) -> None:
+        thoughts = "" if empty else "?"
         messages: list[dict[str, Any]] = [{"role": "user", "content": _draw_text(draws)}]
-        so_far = self._encode_messages(messages, begin=True)
+        so_far = _drop_part(self._encode_messages(messages, begin=True), empty)
         for _ in range(draws.randint(1, TURNS_MAX)):
             calls = [self._draw_call(draws) for _ in range(draws.randint(1, CALLS_TRIED))]
             answers = [(call, _draw_text(draws)) for call in calls]
-            messages.append(_make_turn_message(_draw_text(draws), calls))
+            messages.append(_make_turn_message(_draw_text(draws), calls, thoughts))
             told = [*messages, *_make_result_messages(answers)]
-            wanted = self._encode_messages(told, begin=True)
-            ended = self._encode_ended(messages, wanted)
-            if ended[: len(so_far)] != so_far or ended + self.render_results(answers) != wanted:
+            wanted = _drop_part(self._encode_messages(told, begin=True), empty)
+            ended = self._encode_ended(messages, wanted, empty)
+            added = _drop_part(self.render_results(answers), empty)
+            if ended[: len(so_far)] != so_far or ended + added != wanted:
                 raise ConfigError(_NOT_APPENDED)
             self._check_calls(parser, calls, so_far, ended)
             messages, so_far = told, wanted
@@ -149,9 +162,11 @@ class Renderer:
         values = {name: _draw_value(draws, list_types(kind)) for name, kind in properties.items()}
         return ToolCall(function["name"], values)
 
-    def _encode_ended(self, messages: list[dict[str, Any]], whole: list[int]) -> list[int]:
+    def _encode_ended(
+        self, messages: list[dict[str, Any]], whole: list[int], dropped: Sequence[int] = ()
+    ) -> list[int]:
         """Return the ids of messages up to the last turn's end, with which `whole` must begin."""
-        ids = self._encode_messages(messages, begin=False)
+        ids = _drop_part(self._encode_messages(messages, begin=False), dropped)
         at = next((i for i in reversed(range(len(ids))) if ids[i] in self._end_ids), None)
         if at is None:
             raise ConfigError(
@@ -189,7 +204,19 @@ _NOT_APPENDED = (
 )
 
 
-def _make_turn_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def _drop_part(ids: list[int], part: Sequence[int]) -> list[int]:
+    """Return the ids without each occurrence of `part`."""
+    found, i = list[int](), 0
+    while i < len(ids):
+        if part and ids[i : i + len(part)] == part:
+            i += len(part)
+        else:
+            found.append(ids[i])
+            i += 1
+    return found
+
+
+def _make_turn_message(text: str, calls: Sequence[ToolCall], thoughts: str = "?") -> dict[str, Any]:
     """Make a turn of the policy, with reasoning, because templates leave out empty reasoning."""
     made = [
         {
@@ -199,7 +226,7 @@ def _make_turn_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         }
         for i, call in enumerate(calls)
     ]
-    return {"role": "assistant", "content": text, "reasoning_content": "?", "tool_calls": made}
+    return {"role": "assistant", "content": text, "reasoning_content": thoughts, "tool_calls": made}
 
 
 def _make_result_messages(answers: Sequence[CallResult]) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
+from laminar.run.process_guard import guard_command
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.session_process import (
     MESSAGE_BYTES_MAX,
@@ -212,14 +212,14 @@ class _ForkServerClient:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs:
-            command = [sys.executable, "-P", "-m", "laminar.tasks.environments.session_process"]
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+            fd, module = theirs.fileno(), "laminar.tasks.environments.session_process"
+            self._process = subprocess.Popen(  # a guard, which ends with the fork server
+                guard_command(fd, module, str(fd)),
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[fd],
                 start_new_session=True,
             )
         self._sessions: dict[int, SessionProcess] = {}

@@ -3,21 +3,18 @@
 Reads   messages on a socket of its parent: ForkServerStart, then ForkSession and KillSession
 Gives   messages on that socket: ForkServerReady or ForkServerRefused, then SessionForked and
         SessionEnded; a Reply per request on the socket sent with ForkSession; output on stderr
-Starts  a process for each ForkSession, which has imported the user's file already; and a guard
+Starts  a process for each ForkSession, which has imported the user's file already
 
-A session holds the state of its environment and ends alone: a call that hangs is ended by SIGKILL
-to its process group, and the other sessions continue. This process runs no user code after the
-import, so it can always end a session. It reaps the sessions, so their ids are not reused before.
-When its parent ends, all sessions end.
-
-If this process is killed, the kernel kills its sessions, but not the processes that they started.
-The guard process ends those.
+A session holds the state of its environment and ends alone: a call that hangs is ended by SIGKILL,
+and the other sessions continue. This process runs no user code after the import, so it can always
+end a session. A session adopts the daemons that its tools start, and this process adopts and kills
+what a session leaves behind. It runs under a guard (run/process_guard.py): when this process or the
+pool's ends, all sessions end, with all that they and the import of the file have started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import os
@@ -26,7 +23,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,6 +33,8 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.names.process_end import describe_exit
+from laminar.run.parent_death import die_with_parent
+from laminar.run.process_guard import adopt_orphans, kill_children, list_children
 from laminar.run.user_file import describe_error, replace_surrogates
 from laminar.tasks.data.prompts import PromptRow, from_plain
 from laminar.tasks.environments.user_class import RESET, REWARD, has_reward, load_class
@@ -52,8 +50,6 @@ from laminar.tasks.rewards.reward_functions import open_scorer
 from laminar.tasks.sandbox.sandbox import permit_unsafe
 
 MESSAGE_BYTES_MAX = 1 << 16  #: limit of a message; a file name and a reason are shorter
-PR_SET_PDEATHSIG = 1
-_PID = struct.Struct("<i")
 
 # --- between this process and its parent -----------------------------------------------------
 
@@ -159,11 +155,12 @@ class _ForkServer:
     ) -> None:
         self._control, self._host, self._start = control, host, start
         self._numbers: dict[int, int] = {}  #: session numbers by process id
-        self._guard = _fork_guard(control)  #: pipe for ids of sessions, negative once ended
+        self._imported = set[int]()  #: children that the import of the file has started
         self._woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakes)
+        adopt_orphans()
 
     def serve_forever(self) -> None:
         while True:
@@ -172,7 +169,7 @@ class _ForkServer:
                 os.read(self._woken, 4096)
             self._reap_sessions()
             if self._control.fileno() in ready and not self._handle_order():
-                return self._kill_all()
+                return
 
     def _handle_order(self) -> bool:
         """Handle an order; return False when the parent is gone."""
@@ -185,8 +182,10 @@ class _ForkServer:
         order = msgspec.msgpack.decode(body, type=ForkSession | KillSession)
         if isinstance(order, KillSession):
             for pid in [p for p, number in self._numbers.items() if number == order.number]:
-                _kill_group(pid)
+                os.kill(pid, signal.SIGKILL)
             return True
+        if not self._numbers:
+            self._imported = list_children()
         parent, pid = os.getpid(), os.fork()
         if not pid:
             self._become_session(sockets[0], parent)
@@ -202,14 +201,12 @@ class _ForkServer:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent(parent)
+            adopt_orphans()
             os.close(self._woken)
             self._control.close()
-            _notify_guard(self._guard, os.getpid())  # before user code can start processes
-            os.close(self._guard)
-            if os.getppid() == parent:
-                _limit_memory(self._start.memory_mb)
-                _serve_session(socket.socket(fileno=channel), self._host)
+            _limit_memory(self._start.memory_mb)
+            _serve_session(socket.socket(fileno=channel), self._host)
             code = 0
         except BaseException:  # not from user code, whose exceptions become replies
             traceback.print_exc()
@@ -222,55 +219,16 @@ class _ForkServer:
         for pid, number in list(self._numbers.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            _kill_group(pid)  # with all processes it started, before the id is reused
-            _notify_guard(self._guard, -pid)
             _, status = os.waitpid(pid, 0)
             del self._numbers[pid]
+            kill_children(self._imported | self._numbers.keys())  # adopted from the session
             self._send_message(
                 SessionEnded(number, describe_exit(os.waitstatus_to_exitcode(status)))
             )
 
-    def _kill_all(self) -> None:
-        for pid in self._numbers:
-            _kill_group(pid)
-
     def _send_message(self, message: Any) -> None:
         with suppress(OSError):  # the parent is gone, which the next order reveals
             self._control.send(msgspec.msgpack.encode(message))
-
-
-def _fork_guard(control: socket.socket) -> int:
-    """Fork a guard that kills the groups of all sessions once its pipe is closed; return the pipe.
-
-    Sessions close their copy of the pipe when they begin.
-    """
-    reads, writes = os.pipe()
-    if os.fork():
-        os.close(reads)
-        return writes
-    try:
-        os.setsid()
-        control.close()
-        os.close(writes)
-        pids = set[int]()
-        while noted := os.read(reads, _PID.size):  # small writes are atomic
-            (pid,) = _PID.unpack(noted)
-            pids = pids | {pid} if pid > 0 else pids - {-pid}
-        for pid in pids:
-            _kill_group(pid)
-    finally:
-        os._exit(0)
-
-
-def _notify_guard(guard: int, pid: int) -> None:
-    with suppress(OSError):  # without the guard, this process still ends sessions
-        os.write(guard, _PID.pack(pid))
-
-
-def _kill_group(pid: int) -> None:
-    for kill in (os.kill, os.killpg):  # the process may not have its group yet
-        with suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
 
 
 def _limit_memory(limit_mb: int) -> None:

@@ -6,19 +6,16 @@ Gives   frames on stdout: WorkerReady or WorkerRefused, then a CallScored per ca
 
 User code may print, read stdin, hang, leak or crash, so it runs here and not in the process that
 holds an engine. The channel is moved away from descriptors 0 and 1 before user code is imported.
-The process does not outlive its parent: a thread ends it when stdin closes, and if a function never
-releases the GIL, a timer that does not need the GIL ends it.
+It runs under a guard (run/process_guard.py), which ends it when stdin closes, with all processes
+that user code has started.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import queue
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,12 +29,10 @@ from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardSpec
 from laminar.tasks.rewards.reward_functions import open_scorer
 
 STACK_SIGNAL = signal.SIGUSR1
-END_GRACE_S = 1.0  #: time from the end of stdin to the kill, for an idle worker to exit
 
 
 class WorkerStart(msgspec.Struct, tag="start"):
     spec: RewardSpec
-    limit_s: float  #: time after which a call ends the process: its parent must have died
 
 
 class WorkerReady(msgspec.Struct, tag="ready"):
@@ -59,16 +54,11 @@ Reply = WorkerReady | WorkerRefused | CallScored
 
 def main() -> None:
     requests, replies = _take_channel()
-    inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(requests, inbox), daemon=True).start()
-    body = inbox.get()
-    if body is not None:
-        _serve_calls(msgspec.msgpack.decode(body, type=WorkerStart), inbox, replies)
+    if (body := read_frame(requests)) is not None:
+        _serve_calls(msgspec.msgpack.decode(body, type=WorkerStart), requests, replies)
 
 
-def _serve_calls(
-    start: WorkerStart, inbox: queue.SimpleQueue[bytes | None], replies: BinaryIO
-) -> None:
+def _serve_calls(start: WorkerStart, requests: BinaryIO, replies: BinaryIO) -> None:
     def send(reply: Reply) -> None:
         replies.write(encode_frame(reply))
         replies.flush()
@@ -83,13 +73,11 @@ def _serve_calls(
     faulthandler.register(STACK_SIGNAL, all_threads=False)  # imports might replace the handler
     points = FailPoints(Path(run_dir) if (run_dir := os.environ.get(RUN_VARIABLE)) else None)
     send(WorkerReady())
-    while (body := inbox.get()) is not None:
+    while (body := read_frame(requests)) is not None:
         call = msgspec.msgpack.decode(body, type=RewardCall)
-        faulthandler.dump_traceback_later(start.limit_s, exit=True)
         points.hit_failpoint("reward-call")
         results = scorer(call)
         points.hit_failpoint("reward-scored")
-        faulthandler.cancel_dump_traceback_later()
         send(CallScored(results))
 
 
@@ -101,17 +89,6 @@ def _take_channel() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     return requests, replies
-
-
-def _read_requests(requests: BinaryIO, inbox: queue.SimpleQueue[bytes | None]) -> None:
-    """Put frames into the inbox; at the end of stdin, kill the whole process group."""
-    while (body := read_frame(requests)) is not None:
-        inbox.put(body)
-    inbox.put(None)
-    time.sleep(END_GRACE_S)
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Two kinds of failure must be distinguished. If a function raises or runs too lon
 fault is the user's: that response gets `error_score` with its reason. If a worker dies (out of
 memory, a crash, os._exit), nothing follows about the response: the worker is replaced and the call
 retried, and after `max_retries` the caller learns that no score exists. The time limit is enforced
-from outside by SIGKILL to the worker's process group, the only sure way to end user code.
+from outside by SIGKILL, the only sure way to end user code, to the worker and all its descendants.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,6 +25,7 @@ from typing import cast
 import msgspec
 
 from laminar.config import ConfigError
+from laminar.run.process_guard import guard_command
 from laminar.tasks.pipe_frames import LENGTH, encode_frame
 from laminar.tasks.rewards.results import (
     RewardCall,
@@ -80,7 +80,7 @@ class RewardPool:
         self._attempts, self._start_timeout_s = 1 + max_retries, start_timeout_s
         self._env = {**os.environ, **(env or {})}
         self._on_output = on_output
-        self._start = encode_frame(WorkerStart(spec, limit_s=2 * timeout_s + REAP_S))
+        self._start = encode_frame(WorkerStart(spec))
         self._open = False
         self._workers: list[_Worker | None] = [None] * workers
         self._free = list(range(workers))  # slots
@@ -209,7 +209,7 @@ class _Worker(asyncio.SubprocessProtocol):
 
     @classmethod
     async def spawn(cls, env: Mapping[str, str], on_output: Output) -> _Worker:
-        command = (sys.executable, "-P", "-m", "laminar.tasks.rewards.worker")
+        command = guard_command(0, "laminar.tasks.rewards.worker")
         _, worker = await asyncio.get_running_loop().subprocess_exec(
             partial(cls, on_output), *command, env=env, start_new_session=True
         )
@@ -247,12 +247,15 @@ class _Worker(asyncio.SubprocessProtocol):
         return body
 
     async def kill(self) -> None:
-        """Kill the whole process group and reap the process."""
-        if not self._exited.done():
-            self._kill_group()
+        """Have the guard kill the worker and what user code has started, and reap the guard."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._exited.done():
+                os.kill(self._pid, signal.SIGTERM)
         try:
             await asyncio.wait({self._exited}, timeout=REAP_S)
         finally:
+            if not self._exited.done():
+                self._kill_group()
             self._transport.close()
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 
 from laminar.config import ConfigError, DataConfig
+from laminar.storage import messages as m
 from laminar.tasks.data.prompts import PromptRow, from_plain, load_prompts, prompt_digest, to_plain
 
 
@@ -375,3 +376,16 @@ def test_every_value_comes_back_from_json_and_messagepack(value):
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match="set"):
         to_plain({"a": [{1, 2}]})
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_a_row_too_large_for_the_store_is_refused_with_its_place(tmp_path, write):
+    """As verl's code tests may be: the answer is stored in its column and by itself."""
+    small, tests = {"prompt": "q", "reward_model": {"ground_truth": "t"}}, "t" * 1_200_000
+    rows = [small, {**small, "reward_model": {"ground_truth": tests}}]
+    path = write(tmp_path / f"code.{write.__name__}", rows)
+    place = f"{path} line 2 " if write is jsonl else f"{path} row 1 "
+    sizes = ("takes 24000", str(m.PROMPT_LIMIT), "'reward_model', has 12000", "with 1200005")
+    fails(place, *sizes, "drop the row", train_files=[path])
+    rows[1]["reward_model"]["ground_truth"] = tests[:1_000_000]
+    assert len(load(write(tmp_path / f"less.{write.__name__}", rows)).train) == 2

@@ -63,9 +63,14 @@ SOURCE = """
                 raise ValueError("boom")
             if what == "leave":
                 sys.exit(3)
+            if what in ("hang", "daemon"):
+                leave = "sleep 1000 >/dev/null & echo $!"  # in a session without a parent
+                daemon = subprocess.check_output(["setsid", "sh", "-c", leave], text=True).strip()
+            if what == "daemon":
+                return self.note(daemon)
             if what == "hang":
                 child = subprocess.Popen(["sleep", "1000"])
-                self.note(f"{{os.getpid()}},{{child.pid}}")
+                self.note(f"{{os.getpid()}},{{child.pid}},{{daemon}}")
                 while True:
                     time.sleep(1)
             if what == "die":
@@ -458,6 +463,67 @@ def test_the_process_with_the_file_takes_its_sessions_with_it_and_is_replaced(tm
     in_bench(tmp_path, body, call_semantics="retryable")
 
 
+@pytest.mark.parametrize("end", ["forgotten", "died", "killed", "closed"])
+def test_a_daemon_ends_with_its_session_and_no_other(tmp_path, end):
+    """Whether the session, its own process or that with the file ends."""
+
+    async def body(bench):
+        sessions = [bench.session(name) for name in "ab"]
+        for session in sessions:
+            await bench.environments.reset(session)
+            await bench.answer_turn(call("do", what="daemon"), 0, session)
+        daemon, other = map(int, bench.noted())
+        assert alive(daemon) and alive(other)
+        if end == "forgotten":
+            bench.environments.end_session("a")
+        elif end == "died":
+            with pytest.raises(SessionLost):
+                await bench.answer_turn(call("do", what="die"), 1, sessions[0])
+        elif end == "killed":
+            session = bench.environments._conversations["a"].process
+            while not session.pid:
+                await asyncio.sleep(0.01)
+            os.kill(parent_of(session.pid), signal.SIGKILL)
+        else:
+            await bench.environments.close()
+        left = [daemon] if end in ("forgotten", "died") else [daemon, other]
+        while any(map(alive, left)):
+            await asyncio.sleep(0.01)
+        if len(left) == 1:
+            assert bench.told(await bench.answer_turn(call("note", word="z"), 1, sessions[1]))
+            assert alive(other)
+
+    in_bench(tmp_path, body)
+
+
+def test_what_the_import_of_the_file_has_started_lives_as_long_as_the_pool(tmp_path):
+    source = tmp_path / "served.py"
+    start = "subprocess.check_output(['setsid', 'sh', '-c', 'sleep 1000 >/dev/null & echo $!'])"
+    source.write_text(
+        f"import subprocess\nPID = int({start})\n"
+        "class A:\n def reset(self, **row): return str(PID)\n"
+        " def go(self, x: int):\n  'Go.\\n\\n  Args:\\n    x: x\\n  '\n  return 1\n"
+    )
+
+    async def body():
+        pool = SessionPool(str(source), "")
+        try:
+            for _ in range(2):
+                session = await pool.open()
+                said = await session.reset(PromptRow(0, "q", None, {}, "test"), 1, 60.0)
+                server = int(said.text)
+                assert alive(server)
+                session.kill()
+                await session.ended
+            assert alive(server)
+        finally:
+            await pool.close()
+        while alive(server):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(body())
+
+
 def test_when_that_process_is_killed_one_call_is_blamed_and_none_is_made_again(tmp_path):
     """Of those that were being made; what had no call goes on, and nothing else has failed."""
 
@@ -527,7 +593,7 @@ def test_no_session_outlives_the_replica_that_is_killed(tmp_path, both):
         owner.kill()
         owner.wait()
     left = [int(pid) for line in log.read_text().split() for pid in line.split(",")]
-    assert len(left) == 4
+    assert len(left) == 6
     while any(map(alive, left)):
         assert time.monotonic() < deadline
         time.sleep(0.01)

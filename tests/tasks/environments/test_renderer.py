@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from laminar.config import ConfigError, DataConfig
 from laminar.tasks.data.prompts import PromptRow
@@ -70,6 +71,44 @@ def test_what_reset_said_is_part_of_the_prompt(parts):
 )
 def test_a_template_that_cannot_be_continued_is_refused(template, said):
     assert said in refusal(template)
+
+
+QWEN3 = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<s>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and (loop.last or m.reasoning_content) %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
+    "{% endfor %}</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+QWEN_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}])
+def test_a_template_that_closes_the_thoughts_of_a_new_turn_is_taken(arguments):
+    """Qwen3 leaves out empty thoughts of earlier turns; in a run they stay."""
+    model = tokenizer(QWEN3)
+    model.add_tokens(["<think>", "</think>"])
+    model.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    data = DataConfig(apply_chat_template_kwargs=arguments)
+    ends = frozenset([model.convert_tokens_to_ids(END)])
+
+    def check(template):
+        model.chat_template = template
+        renderer = Renderer(model, data, TOOLS, ends)
+        renderer.check_template(CallParser(model, TOOLS))
+        return model.decode(renderer.render_results([(ToolCall("add", {"a": 1, "b": 2}), "3")]))
+
+    closed = "<think>\n\n</think>\n\n" if arguments else ""
+    assert check(QWEN3) == f"\n<s>tool\n3{END}\n<s>assistant\n{closed}"
+    with pytest.raises(ConfigError, match="only appends"):
+        check(QWEN3.replace("{{ m.content }}", "{{ m.content if loop.last }}"))
 
 
 def test_a_model_with_a_template_of_its_own_for_responses_is_read_by_it(parts, monkeypatch):

@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import msgspec
+import psutil
 import pytest
 
+from laminar.run.process_guard import guard_command
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.pipe_frames import LENGTH, encode_frame
 from laminar.tasks.rewards.results import FunctionSpec, RewardCall, RewardResult, RewardSpec
@@ -15,13 +17,13 @@ from laminar.tasks.rewards.worker import CallScored, WorkerReady, WorkerRefused,
 pytestmark = pytest.mark.process
 
 
-def start(tmp_path, body, limit_s=1000.0):
+def start(tmp_path, body):
     path = tmp_path / "reward.py"
-    path.write_text(f"import os, re, time\ndef f(completion): {body}")
+    path.write_text(f"import os, re, subprocess, time\ndef f(completion): {body}")
     spec = RewardSpec(
         "trajectory", [FunctionSpec("custom", style="single", path=str(path), name="f")]
     )
-    return WorkerStart(spec, limit_s)
+    return WorkerStart(spec)
 
 
 CALL = RewardCall(PromptRow(0, "q", "a", {}, "test"), [("x", [1])])
@@ -39,7 +41,7 @@ def hear(worker):
 
 @pytest.fixture
 def worker():
-    command = [sys.executable, "-m", "laminar.tasks.rewards.worker"]
+    command = guard_command(0, "laminar.tasks.rewards.worker")
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
         yield process
@@ -63,12 +65,27 @@ def test_an_idle_worker_ends_by_itself_when_stdin_closes(worker, tmp_path):
     assert worker.wait(timeout=20) == 0
 
 
-def test_a_worker_that_its_parent_forgot_ends_at_its_limit(worker, tmp_path):
-    """A long match holds the interpreter, so that no thread of the worker can run."""
-    talk(worker, start(tmp_path, "return float(bool(re.match('(a+)+$', 'a' * 64 + 'b')))", 0.3))
+def test_a_worker_that_holds_the_interpreter_dies_when_stdin_closes(worker, tmp_path):
+    """A long match keeps any thread of the worker from running."""
+    talk(worker, start(tmp_path, "return float(bool(re.match('(a+)+$', 'a' * 64 + 'b')))"))
     assert hear(worker) == WorkerReady()
     talk(worker, CALL)
-    assert worker.wait(timeout=20) == 1
+    worker.stdin.close()
+    assert worker.wait(timeout=20) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["parent", "worker"])
+def test_a_daemon_of_a_function_does_not_outlive_its_worker(worker, tmp_path, killed):
+    leave = "subprocess.check_output(['setsid', 'sh', '-c', 'sleep 1000 >/dev/null & echo $!'])"
+    talk(worker, start(tmp_path, f"return float({leave})"))
+    assert hear(worker) == WorkerReady()
+    talk(worker, CALL)
+    daemon = psutil.Process(int(hear(worker).results[0].reward))
+    if killed:
+        psutil.Process(worker.pid).children()[0].kill()
+    worker.stdin.close()
+    assert worker.wait(timeout=20) == (-signal.SIGKILL if killed else 0)
+    assert not daemon.is_running()
 
 
 def test_a_refusal_says_why(worker, tmp_path):

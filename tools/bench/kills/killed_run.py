@@ -77,7 +77,7 @@ def _processes(training: Run, role: str) -> list[tuple[str, psutil.Process]]:
             process = psutil.Process(pid)
             found += [(name, p) for p in (process.children() if role != place else [process])]
     if role == REWARD_WORKER:
-        return [(name, p) for name, p in found if "reward_worker" in " ".join(p.cmdline())]
+        return [(name, p) for name, p in found if "rewards.worker" in " ".join(p.cmdline())]
     return found
 
 
