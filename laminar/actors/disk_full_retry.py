@@ -45,9 +45,9 @@ class DiskStayedFull(OSError):
 class DiskFullRetry:
     """The state of one kind of write: working, or waiting for space since some time."""
 
-    def __init__(self, owner: RetryHost, what: str) -> None:
-        """Start in the working state; `what` is written, in words for messages."""
-        self._owner, self._what = owner, what
+    def __init__(self, owner: RetryHost, what: str, doing: str = "written") -> None:
+        """Start in the working state; `what` is written, or `doing`, in words for messages."""
+        self._owner, self._what, self._doing = owner, what, doing
         self._limit_s = owner.config.coordinator.disk_full_timeout_s
         self._since_s: float | None = None
         self._told_s: float | None = None  #: when the start of a wait was last announced
@@ -66,7 +66,7 @@ class DiskFullRetry:
             self._announce_wait(now, error)
         if now - self._since_s >= self._limit_s:
             over = DiskStayedFull(
-                f"{self._what} could not be written for {self._limit_s:g} s "
+                f"{self._what} could not be {self._doing} for {self._limit_s:g} s "
                 f"(coordinator.disk_full_timeout_s), {self._state}: {error}"
             )
             self._owner.notify_user(str(over))  # the coordinator may be unable to receive it
@@ -96,7 +96,7 @@ class DiskFullRetry:
         if self._told:
             self._told_s = now
             self._owner.notify_user(
-                f"{self._what} cannot be written, {self._state} ({error}): waiting at most "
+                f"{self._what} cannot be {self._doing}, {self._state} ({error}): waiting at most "
                 f"{self._limit_s:g} s (coordinator.disk_full_timeout_s)"
             )
 

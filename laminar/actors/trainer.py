@@ -26,7 +26,7 @@ import numpy as np
 
 from laminar.actors.batch_fetch import fetch_batch
 from laminar.actors.checkpoint_writer import CheckpointWriter
-from laminar.actors.disk_full_retry import DiskFullRetry
+from laminar.actors.disk_full_retry import DiskFullRetry, DiskStayedFull
 from laminar.actors.model_files import ModelFiles, save_model
 from laminar.actors.service_clients import RelayClient, StoreClient
 from laminar.actors.weight_publisher import Attach, WeightPublisher
@@ -91,7 +91,9 @@ class TrainerModel(Protocol):
         """Return the facts about the learner that a checkpoint records."""
 
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
-        """Restore a checkpoint; CheckpointError: damaged, ConfigError: another model's."""
+        """Restore a checkpoint.
+
+        CheckpointError: damaged; ConfigError: another model's; OSError: the disk fails."""
 
 
 class TrainingRecord(Protocol):
@@ -302,13 +304,14 @@ class Trainer:
         """Restore a checkpoint; set a damaged one aside, so that a restart uses an older."""
         await self.host.hit_failpoint("trainer-load")
         directory, started = self.host.run_dir / command.path, self.host.now_ns()
+        disk = DiskFullRetry(self.host, f"checkpoint {command.path}", "read")
         try:
-            resume = await self.learner.restore_checkpoint(directory)
-        except CheckpointError:
+            resume = await disk.until_room(lambda: self.learner.restore_checkpoint(directory))
+        except (CheckpointError, DiskStayedFull) as error:
             refused = self.host.run_dir / REFUSED_DIR / directory.name
             with suppress(OSError):
                 await self._files.rename(directory, refused)
-            raise
+            raise CheckpointError(str(error)) from error
         present = self.learner.collect_facts()
         differ = [n for n in ROUNDING if getattr(resume.learner, n) != getattr(present, n)]
         if differ:

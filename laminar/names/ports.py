@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_TRANSIENT = (*_NO_ROOM, errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES)
-"""A full disk, and the errors of a file server that restarts."""
+_SERVER_RESTARTS = (errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES)
+_TRANSIENT = (*_NO_ROOM, *_SERVER_RESTARTS, errno.EMFILE, errno.ENFILE)
+"""A full disk, the errors of a file server that restarts, and a lack of descriptors."""
 
 
 class DiskError(OSError):

@@ -2,7 +2,7 @@
 
 Reads   the limit of this process
 Writes  the same limit, raised as far as permitted
-Gives   clients_allowed; check_room, which raises ConfigError
+Gives   clients_allowed, connection_limit; check_room, which raises ConfigError
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from laminar.net.session import PEERS_MAX
 
 SPARE = 256
 """Descriptors for this process's files, and for connections that are refused with a reason."""
+RESERVE = 128
+"""The part of SPARE that is for the log, checkpoints and forks, not for connections."""
 
 
 def clients_allowed() -> int:
@@ -24,6 +26,12 @@ def clients_allowed() -> int:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return PEERS_MAX if soft == resource.RLIM_INFINITY else min(PEERS_MAX, soft - SPARE)
+
+
+def connection_limit() -> int:
+    """Return the number of open descriptors at which servers accept no connection."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (PEERS_MAX + SPARE if soft == resource.RLIM_INFINITY else soft) - RESERVE
 
 
 def check_room(processes: int) -> None:

@@ -25,6 +25,7 @@ all retry, and of thousands some never get through.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable
 
@@ -42,6 +43,7 @@ from laminar.net.auth import (
     why_refused,
 )
 from laminar.net.frames import FRAME_BYTES_MAX
+from laminar.net.listener import Listener
 from laminar.net.rejected_peers import RejectedPeers
 from laminar.net.session import PEERS_MAX
 
@@ -114,7 +116,6 @@ class _Socket:
             (zmq.MAXMSGSIZE, self._max_message + CURVE_BYTES),
             (zmq.RECONNECT_IVL, RECONNECT_MIN_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
-            (zmq.BACKLOG, PEERS_MAX),
             *self._probes,
         ):
             self._socket.set(option, value)
@@ -191,14 +192,19 @@ class ServerSocket(_Socket):
         super().__init__(zmq.ROUTER, keys, max_message)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         keys.secure_server(self._socket)
-        self._monitor = self._socket.get_monitor_socket(FINAL_REFUSALS)
         try:
-            self._socket.bind(f"tcp://{ip}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.close()
+            self._listener = Listener(ip, port, PEERS_MAX)
+        except OSError as error:
+            super().close()
             raise _bind_error(host, port, error) from error
+        self._listener.bind_server(self._socket)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._rejected = 0
         self._strangers = RejectedPeers(self.address, on_rejected)
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._listener.close()
+        super().close(linger_ms)
 
     def drain_frames(self, max_frames: int = DRAIN_FRAMES) -> list[tuple[bytes, bytes]]:
         """Return (routing id, frame) of what has arrived, at most `max_frames`."""
@@ -212,9 +218,7 @@ class ServerSocket(_Socket):
         return frames
 
     def _on_tick(self) -> None:
-        count = 0
-        while self._monitor is not None and next_event(self._monitor):
-            count += 1
+        count, self._rejected = self._listener.rejected - self._rejected, self._listener.rejected
         self._strangers.record_rejected(count, time.monotonic())
         super()._on_tick()
 
@@ -298,8 +302,8 @@ class ClientSocket(_Socket):
         return self._send([frame])
 
 
-def _bind_error(host: str, port: int, error: zmq.ZMQError) -> ConfigError:
-    if error.errno != zmq.EADDRINUSE:
+def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno != errno.EADDRINUSE:
         return ConfigError(f"cannot listen on {host}:{port}: {error}; check coordinator.host")
     return PortTaken(
         f"cannot listen on {host}:{port}: the port is in use by another process; end it, or set "

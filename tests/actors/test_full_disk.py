@@ -95,10 +95,10 @@ def test_what_no_room_would_mend_is_not_waited_for(tmp_path: Path, error: Except
     assert not host.announced
 
 
-SERVER_RESTARTS = [errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES]
+TRANSIENT = [errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES, errno.EMFILE]
 
 
-@pytest.mark.parametrize("number", SERVER_RESTARTS)
+@pytest.mark.parametrize("number", TRANSIENT)
 def test_a_file_server_that_restarts_is_waited_for_as_a_full_disk_is(
     tmp_path: Path, number: int
 ) -> None:

@@ -3,12 +3,15 @@ does not train."""
 
 from __future__ import annotations
 
+import errno
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from laminar.actors.trainer import Trainer
 from laminar.events import commands as cmd
@@ -18,6 +21,8 @@ from laminar.names.ids import TrajectoryId
 from laminar.run.directory import RESUME_FILE, TRAINER_BOOK_FILE, VERSION_FILE
 from laminar.storage import messages as m
 from laminar.training import trainer_state
+from laminar.training.checkpoints import checkpoint
+from laminar.training.trainer_state import CheckpointError
 from laminar.weights.version import manifest as mf
 from tests.actors.parts import FakeHost, order, until
 from tests.actors.trained import Processes, load, stored
@@ -130,6 +135,44 @@ async def test_one_that_was_killed_goes_on_from_its_checkpoint(
     )
     assert saved.before == ids.extend_chain_digest("", rows[0])
     assert saved.batches == (rows[1], ("0.2.0", "0.2.1"))
+
+
+@pytest.mark.parametrize(("limit_s", "failures"), [(300.0, 2), (0.2, 100)])
+async def test_a_disk_that_fails_for_seconds_does_not_damage_a_checkpoint(
+    limit_s: float,
+    failures: int,
+    processes: Processes,
+    trainer: Trainer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is read again until coordinator.disk_full_timeout_s is over; then it is set aside."""
+    host: FakeHost = trainer.host  # type: ignore[assignment]
+    await train(trainer, 0)
+    directory, checkpoints = host.run_dir / "checkpoints" / "step_1", trainer.checkpoints
+    assert checkpoints is not None
+    fails = [OSError(errno.EIO, "Input/output error")] * failures
+
+    def check_digests(directory: Path) -> None:
+        if fails:
+            raise fails.pop()
+
+    monkeypatch.setattr(checkpoint, "check_digests", check_digests)
+    coordinator = replace(host.config.coordinator, disk_full_timeout_s=limit_s)
+    host.config = replace(host.config, coordinator=coordinator)
+    command = cmd.LoadCheckpoint(
+        to="trainer-0", version=1, step=1, path="checkpoints/step_1", kept=(1,)
+    )
+    loading = trainer._load_checkpoint(order(9, command)[0][0], command, checkpoints)
+    if limit_s < 1:
+        with pytest.raises(CheckpointError, match=r"could not be read for 0.2 s"):
+            await loading
+        assert not directory.exists()
+        return
+    await loading
+    assert host.all(ev.CheckpointLoaded) and directory.exists()
+    begin, end = host.announced
+    assert "checkpoints/step_1 cannot be read, the disk fails ([Errno 5]" in begin
+    assert "works again" in end
 
 
 async def test_a_step_is_probed_once_for_its_version_and_its_checkpoint(

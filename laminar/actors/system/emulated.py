@@ -30,6 +30,7 @@ from laminar.engines.emulated.engine import EmulatedEngine, fingerprint_weights,
 from laminar.engines.emulated.fake_tokens import END_ID, make_tokens
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.names.ids import hash64
+from laminar.names.ports import is_transient
 from laminar.run.directory import RESUME_FILE
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
@@ -158,6 +159,8 @@ class EmulatedLearner:
             found = decode((directory / RESUME_FILE).read_bytes())
             await self.reload_weights(directory)
         except (OSError, CheckpointError) as error:
+            if is_transient(error):
+                raise
             raise CheckpointError(f"checkpoint {directory} cannot be read: {error}") from error
         return found
 

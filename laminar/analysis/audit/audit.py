@@ -54,9 +54,10 @@ def audit_run(run_dir: Path) -> Audit:
         found.problems.append(f"ledger: the log does not replay: {first.difference}")
         return found
     found.problems += ledger_problems(first.state, first.account)
-    if first.state.paused:
+    if first.state.stopped:
         live = first.state.ledger.trajectories.live
-        found.notes.append(f"the run is paused: {live} trajectories continue when it resumes")
+        how = "paused" if first.state.paused else "stopped"
+        found.notes.append(f"the run is {how}: {live} trajectories continue when it resumes")
     store = _read_store(run_dir, first.account, found)
     lines, damaged = trainer_book.read_book(run_dir)
     found.problems += damaged

@@ -190,7 +190,7 @@ def ledger_problems(state: State, account: Account) -> list[str]:
         *_compare_books("tokens", ledger.tokens, _token_book(state, account)),
     ]
     live = ledger_rows(state)[-1]
-    if state.phase == Phase.ENDED and any(live[1:]) and not state.paused:
+    if state.phase == Phase.ENDED and any(live[1:]) and not state.stopped:
         problems.append(
             f"ledger: the run has ended with {live.groups} groups, {live.trajectories} "
             f"trajectories and {live.tokens} tokens live"

@@ -5,7 +5,7 @@ Writes  optimizer.safetensors, critic/ and digests.json into a directory that ha
         trainer.json; parameters and optimizer of a learner: with adapters, those of the adapters
         alone
 Gives   `complete_checkpoint`, `load_checkpoint`; CheckpointError for damage, ConfigError for
-        another model's files, one sentence each
+        another model's files, one sentence each; OSError while the disk fails
 
 The published version in the directory has a digest too, but engines may use a shorter type than
 the parameters have, so every byte that training resumes from is checked here.
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from laminar.config import ConfigError
+from laminar.names.ports import is_transient
 from laminar.run.directory import RESUME_FILE
 from laminar.training import shared_safetensors, trainer_state
 from laminar.training.checkpoints.file_digests import (
@@ -71,6 +72,8 @@ def verify_checkpoint(directory: Path) -> None:
     try:
         check_digests(directory)
     except (OSError, CheckpointError) as error:
+        if is_transient(error):
+            raise
         raise _make_damage_error(directory, error) from error
 
 
@@ -85,6 +88,8 @@ def restore_checkpoint(directory: Path, learner: Learner) -> ResumeState:
         if learner.critic is not None and found.learner.critic:
             _load_critic(directory, learner.critic)
     except (OSError, SafetensorError, CheckpointError) as error:
+        if is_transient(error):
+            raise
         raise _make_damage_error(directory, error) from error
     except ForeignError as error:
         raise ConfigError(
