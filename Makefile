@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel docs test smoke test-all test-slurm test-vllm test-agents lint format setup clean
+.PHONY: help quickstart wheel docs test smoke test-all test-slurm test-vllm test-agents resolve lint format setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -116,6 +116,15 @@ docs: .venv-docs/.installed
 
 # The packages of the extra `docs`, without those of Laminar, which the site does not need.
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+# Resolve the extra `vllm` under the pins, from metadata alone; skipped without uv or an index.
+RESOLVE := $(BIN)/python -m uv pip compile --quiet pyproject.toml --extra vllm -c constraints.txt
+resolve: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv || \
+	{ echo "skipped: uv cannot be installed here (pip gives the reason above)"; exit 0; }; \
+	for version in 3.11 3.12 3.13; do \
+	if said=$$($(RESOLVE) --python-version $$version 2>&1 >/dev/null); then echo "resolved for Python $$version"; \
+	else echo "$$said" >&2; case "$$said" in *"Failed to fetch"*) echo "skipped: no package index"; exit 0;; esac; exit 1; fi; done
 
 # All tools run, so that one call shows every complaint.
 lint: setup

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laminar.config import ConfigError, load_config
+from laminar.config import ConfigError
 from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
 from laminar.run.directory import METRICS_FILE
@@ -162,11 +162,12 @@ def train(
     raises KeyboardInterrupt. Outside the main thread signals are not handled, and
     `laminar stop RUN` ends the run.
     """
+    from laminar.launch.sizing import load_sized_config
     from laminar.launch.terminal import Terminal
     from laminar.launch.train import place_of, run_training
 
     files = [config] if isinstance(config, str | Path) else list(config)
-    wanted = load_config(files, settings=_to_plain(settings or {}))
+    wanted = load_sized_config(files, settings=_to_plain(settings or {}))
     run_dir = place_of(wanted, move_old)
     ways = argparse.Namespace(dry_run=False, prepare=False, resume=None, move_old=move_old)
     over = run_training(wanted, run_dir, ways, console=Terminal(quiet=quiet))

@@ -410,7 +410,7 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
         load_config([broken])
     switched = tmp_path / "switched.toml"
     switched.write_text("[repack]\npolicy = false\n")
-    with pytest.raises(ConfigError, match=r"policy = False .* be 'best-fit', 'gain' or 'off'$"):
+    with pytest.raises(ConfigError, match=r"policy = False .*'best-fit', 'gain' or 'off'$"):
         load_config([switched])
     unknown = tmp_path / "unknown.toml"
     unknown.write_text("[rollout]\nreplica = 3\n")
@@ -610,3 +610,19 @@ def test_with_a_critic_a_group_may_be_of_one() -> None:
     assert (config.critic_name, config.has_critic) == (config.model.name, True)
     assert load_config([], [*alone, "algorithm.lam=1"]).algorithm.lam == 1.0
     assert load_config([], [*GOOD, "algorithm.adv_estimator=gae"]).min_scored == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ([], "gain"),
+        (["rollout.replicas=1"], "off"),
+        (["rollout.replicas=1", "run.nodes=2"], "gain"),
+        (["rollout.weight_update=in-flight"], "off"),
+        (["repack.policy=off"], "off"),
+        (["repack.policy=best-fit", "rollout.replicas=1"], "best-fit"),
+    ],
+)
+def test_replicas_that_have_others_repack(settings: list[str], policy: str) -> None:
+    config = load_config([], [*GOOD, *settings])
+    assert config.repack.policy == policy and f'policy = "{policy}"' in dump_config(config)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ from laminar.cluster.slurm import (
 )
 from laminar.config import Config, ConfigError, load_config
 from laminar.config.rules import slurm_seconds
-from laminar.engines.environment import gpus_per_replica
+from laminar.engines.environment import count_free_replicas, gpus_per_replica
 from laminar.launch.preflight import check_settings
 from laminar.launch.resume_check import claim_run_directory, resumed_config
+from laminar.launch.sizing import ASSUMED_GPU_BYTES, derive_sequences
 from laminar.launch.terminal import Terminal
 from laminar.launch.train import move_aside, place_of, plan_run, prepare_directory
 from laminar.names import exit_codes
@@ -87,18 +88,23 @@ def run_submit(arguments: argparse.Namespace) -> int:
 
 
 def _prepare_new(arguments: argparse.Namespace) -> tuple[Config, Path]:
-    config = load_slurm_config(arguments.config, arguments.overrides)
+    given = arguments.config, arguments.overrides
+    config = load_slurm_config(*given)
+    if config.slurm.gpus:
+        config = load_slurm_config(*given, derive_sequences(config, ASSUMED_GPU_BYTES))
     return config, place_of(config, arguments.move_old)
 
 
-def load_slurm_config(files: list[str], overrides: list[str]) -> Config:
+def load_slurm_config(
+    files: list[str], overrides: list[str], defaults: Mapping[str, Any] | None = None
+) -> Config:
     """Load the settings of a new run, with defaults derived from the requested machines.
 
     The user's settings take precedence.
     """
     config = load_config(files, overrides)
     given = [*overrides, f"run.nodes={1 + config.slurm.rollouts}"]
-    defaults: dict[str, Any] = {"coordinator.host": AUTO}
+    defaults = {"coordinator.host": AUTO, **(defaults or {})}
     for follow in (_derive_replicas, _derive_shared_replicas, _derive_start_timeout):
         defaults |= follow(config)
         config = load_config(files, given, defaults=defaults)
@@ -121,8 +127,8 @@ def _derive_shared_replicas(config: Config) -> dict[str, Any]:
     gpus, size = config.slurm.gpus, gpus_per_replica(config)
     if not gpus:
         return {}
-    left = max(gpus - config.trainer.ranks, 0)
-    count = config.rollout.replicas * (left // size) // (gpus // size)
+    free = count_free_replicas(gpus, config.trainer.ranks, size)
+    count = config.rollout.replicas * free // (gpus // size)
     return {"rollout.replicas_on_trainer_node": count}
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from laminar.cli.arguments import CommandParser
-from laminar.config import Config, ConfigError, load_config
-from laminar.launch.resume_check import (
-    resumed_config,
-)
+from laminar.config import Config, ConfigError
+from laminar.launch.resume_check import resumed_config
+from laminar.launch.sizing import load_sized_config
 from laminar.launch.train import place_of, run_training
 
 
@@ -71,5 +70,5 @@ def _prepare_run(arguments: argparse.Namespace) -> tuple[Config, Path]:
             )
         run_dir = arguments.resume
         return resumed_config(run_dir, arguments.config, arguments.overrides), run_dir
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_sized_config(arguments.config, arguments.overrides)
     return config, place_of(config, arguments.move_old, dry_run=arguments.dry_run)

@@ -85,7 +85,7 @@ def _build_tree(flat: Mapping[str, Any]) -> Config:
         for part in parents:
             node = node.setdefault(part, {})
         node[leaf] = value
-    config = msgspec.convert(tree, Config)
+    config = _resolve_policy(msgspec.convert(tree, Config))
     check_together(config)
     if (chars := len(dump_config(config))) > CONFIG_CHARS_MAX:
         raise ConfigError(
@@ -94,6 +94,15 @@ def _build_tree(flat: Mapping[str, Any]) -> Config:
             "data.dataset_config) into files"
         )
     return config
+
+
+def _resolve_policy(config: Config) -> Config:
+    """Replace repack.policy = "auto": what is recorded stays when the replicas of a run change."""
+    if config.repack.policy != "auto":
+        return config
+    packs = config.total_replicas > 1 and not config.rollout.in_flight
+    repack = msgspec.structs.replace(config.repack, policy="gain" if packs else "off")
+    return msgspec.structs.replace(config, repack=repack)
 
 
 def dump_config(config: Config) -> str:

@@ -57,13 +57,13 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         Literal["torch", "vllm", "emulated"],
         doc("torch runs Qwen2, Qwen3 and Llama; emulated runs no model; see docs/engines.md"),
     ] = "torch"
-    replicas: Annotated[Count, doc("engines on each machine, each a process")] = 2
+    replicas: Annotated[Count, doc("engines on each machine; default on GPUs: as many as fit")] = 2
     replicas_on_trainer_node: Annotated[
         Natural | Literal["auto"],
         doc("the same on the machine that has store and trainer; auto: as on the others"),
     ] = "auto"
     group_size: Annotated[Count, Meta(le=GROUP_SIZE_MAX), doc("responses to one prompt")] = 8
-    max_num_seqs: Annotated[Count, doc("responses that one replica generates at a time")] = 64
+    max_num_seqs: Annotated[Count, doc("sequences of a replica; default of vLLM: 64 to 512")] = 64
     max_model_len: Annotated[
         int, doc("0: max_prompt_length + max_response_length (+ env.max_context_tokens)")
     ] = 0

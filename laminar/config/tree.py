@@ -31,7 +31,7 @@ from laminar.config.rollout import RolloutConfig
 from laminar.config.training import CriticConfig, LoraConfig, OptimConfig
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
-RepackPolicy = Literal["gain", "best-fit", "off"]
+RepackPolicy = Literal["auto", "gain", "best-fit", "off"]
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -341,8 +341,11 @@ class RepackConfig(Section, frozen=True, kw_only=True):
 
     policy: Annotated[
         RepackPolicy,
-        doc("gain: where it saves time; best-fit: wherever it fits"),
-    ] = "off"
+        doc(
+            "gain: where it saves time; best-fit: wherever it fits; auto: gain with two replicas "
+            "or more, unless in flight"
+        ),
+    ] = "auto"
     interval_ms: Annotated[
         Count, doc("interval between plans; a plan is also made for each new version")
     ] = 5_000

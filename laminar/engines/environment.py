@@ -140,10 +140,9 @@ def check_driver(cuda: str | None, driver: str) -> None:
         )
 
 
-def count_idle_gpus(gpus: int, ranks: int, replicas: int, per_replica: int) -> int:
-    """Return how many GPUs more replicas could use."""
-    room = max(gpus - ranks, 0) // per_replica
-    return max(room - replicas, 0) * per_replica
+def count_free_replicas(gpus: int, ranks: int, per_replica: int) -> int:
+    """Return how many replicas fit on the GPUs that no rank of the trainer has."""
+    return max(gpus - ranks, 0) // per_replica
 
 
 def gpus_per_replica(config: Config) -> int:

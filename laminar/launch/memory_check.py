@@ -101,9 +101,9 @@ def check_memory(
     if config.is_emulated:
         return []
     directory, machine = config.model.name, machine or this_machine()
-    run = MemoryEstimate(_read_sizes(directory), machines, machine)
+    run = MemoryEstimate(read_sizes(directory), machines, machine)
     if config.has_critic:
-        run = replace(run, critic=_read_sizes(config.critic_name))
+        run = replace(run, critic=read_sizes(config.critic_name))
     model = run.model
     places = run.list_places(config)
     short = [place for place in places if not place.fits]
@@ -118,7 +118,7 @@ def check_memory(
     )
 
 
-def _read_sizes(directory: str) -> ModelSizes:
+def read_sizes(directory: str) -> ModelSizes:
     return sizes_of(read_hf_config(directory), weight_shapes(directory))
 
 
@@ -249,14 +249,26 @@ def _estimate_replica(
     vLLM fills its share of a GPU with keys and values; with `kv_cache_bytes` it does not measure.
     """
     vllm = config.rollout.vllm
-    dtype = next((t for t in (config.rollout.dtype, config.weights.dtype) if t != "auto"), "")
-    one = model.parameters * BYTES[dtype or ("bfloat16" if on_gpu else "float32")]
-    weights = one // gpus_per_replica(config)
+    weights = model.parameters * _weight_bytes(config, on_gpu=on_gpu) // gpus_per_replica(config)
     if config.rollout.engine != "vllm":
         return "replica's weights", weights
     if vllm.kv_cache_bytes or not on_gpu:
         return "vLLM replica", weights + (vllm.kv_cache_bytes or VLLM_CPU_CACHE)
     return "vLLM replica", max(int(vllm.gpu_memory_utilization * gpu), weights)
+
+
+def count_cache_tokens(config: Config, model: ModelSizes, gpu: int) -> int:
+    """Return how many tokens the keys and values of a vLLM replica on GPUs have room for."""
+    number, gpus = _weight_bytes(config, on_gpu=True), gpus_per_replica(config)
+    one = 2 * model.layers * model.kv_heads * model.head_dim * number
+    left = _estimate_replica(config, model, gpu)[1] - model.parameters * number // gpus
+    return left * min(gpus, model.kv_heads) // max(one, 1)
+
+
+def _weight_bytes(config: Config, *, on_gpu: bool) -> int:
+    """Return the bytes of a replica's numbers."""
+    dtype = next((t for t in (config.rollout.dtype, config.weights.dtype) if t != "auto"), "")
+    return BYTES[dtype or ("bfloat16" if on_gpu else "float32")]
 
 
 def _suggest_fix(config: Config, run: MemoryEstimate) -> str:

@@ -31,7 +31,7 @@ from laminar.engines.check import (
 from laminar.engines.environment import (
     check_capability,
     check_driver,
-    count_idle_gpus,
+    count_free_replicas,
     gpus_per_replica,
     list_gpus,
     visible_gpus,
@@ -273,15 +273,13 @@ def find_idle_gpus(config: Config) -> dict[str, str]:
     """Return a warning if the run leaves GPUs of this machine unused."""
     if config.is_emulated or config.rollout.device == "cpu" or not (gpus := len(visible_gpus())):
         return {}
-    ranks, replicas = config.trainer.ranks, config.rollout.replicas
-    idle = count_idle_gpus(gpus, ranks, replicas, gpus_per_replica(config))
-    if not idle:
+    ranks, replicas, size = config.trainer.ranks, config.rollout.replicas, gpus_per_replica(config)
+    if (more := count_free_replicas(gpus, ranks, size)) <= replicas:
         return {}
-    more = replicas + idle // gpus_per_replica(config)
     return {
-        "idle-gpus": f"{idle} of the {gpus} GPUs of this machine stay idle: the trainer has "
-        f"{ranks} and {replicas} replicas have the others; set rollout.replicas to {more}, or hide "
-        "the rest by CUDA_VISIBLE_DEVICES"
+        "idle-gpus": f"{(more - replicas) * size} of the {gpus} GPUs of this machine stay "
+        f"idle: the trainer has {ranks} and {replicas} replicas have the others; set "
+        f"rollout.replicas to {more}, or hide the rest by CUDA_VISIBLE_DEVICES"
     }
 
 

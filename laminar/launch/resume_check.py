@@ -65,13 +65,15 @@ CHANGEABLE = (
     "reward.trial",
 )
 """Settings that may change for the rest of a run, in addition to all of [slurm]."""
+CHOSEN = ("rollout.replicas", "rollout.max_num_seqs", "repack.policy")
+"""Settings whose defaults depend on the machine or on others: those of the start are kept."""
 HEADER_MAX = 100 << 20
 """Largest header of a safetensors file in bytes, as limited by its readers."""
 _PLACE = ("run.name", "run.output_dir")
 _RESTART_HINT = "so there is nothing to resume: start it again, with --move-old or another run.name"
 
 
-def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]) -> Config:
+def resumed_config(run_dir: Path, files: Sequence[str | Path], overrides: Sequence[str]) -> Config:
     """Return the settings of the resumed run: its own, with the permitted changes."""
     own = run_config(run_dir)
     check_private(run_dir)
@@ -84,7 +86,8 @@ def resumed_config(run_dir: Path, files: Sequence[str], overrides: Sequence[str]
     check_resumable(run_dir, state)
     place = _place_of(run_dir, own)
     if files:  # compared once "auto" settings are resolved
-        config = load_config(files, [*overrides, *place])
+        chosen = {key: values_of(own)[key] for key in CHOSEN}
+        config = load_config(files, [*overrides, *place], defaults=chosen)
     else:
         config = load_config([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
         check_unchanged(own, config)

@@ -13,7 +13,6 @@ from laminar.engines.environment import (
     build_environment,
     check_capability,
     check_driver,
-    count_idle_gpus,
     name_gpus,
     parse_gpus,
 )
@@ -108,21 +107,3 @@ def test_a_driver_that_is_too_old_is_named(cuda: str | None, driver: str, refuse
         return check_driver(cuda, driver)
     with pytest.raises(ConfigError, match=rf"driver {driver} .* CUDA {cuda}, which needs \d+ or"):
         check_driver(cuda, driver)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "replicas", "per_replica", "idle"),
-    [
-        (8, 4, 2, 1, 2),
-        (8, 1, 2, 1, 5),
-        (8, 4, 4, 1, 0),
-        (8, 4, 1, 2, 2),
-        (8, 5, 1, 2, 0),
-        (1, 1, 2, 1, 0),
-        (8, 8, 2, 1, 0),
-    ],
-)
-def test_gpus_that_more_replicas_could_use(
-    gpus: int, ranks: int, replicas: int, per_replica: int, idle: int
-) -> None:
-    assert count_idle_gpus(gpus, ranks, replicas, per_replica) == idle

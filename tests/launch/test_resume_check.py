@@ -106,6 +106,17 @@ def test_a_run_that_was_cut_off_goes_on_with_what_may_be_changed(tmp_path: Path)
         resume_check.check_unchanged(run_config(run), same)
 
 
+def test_what_the_start_chose_stays(tmp_path: Path) -> None:
+    """With files as without: another machine, or more replicas, would choose otherwise."""
+    run = run_of(tmp_path, "rollout.replicas=1", "rollout.max_num_seqs=300")
+    (mine := tmp_path / "mine.toml").write_text("seed = 0\n")
+    for files in ([], [mine]):
+        config = resume_check.resumed_config(run, files, [*BASE, "rollout.replicas=3"])
+        assert (config.repack.policy, config.rollout.max_num_seqs) == ("off", 300)
+        resume_check.check_unchanged(run_config(run), config)
+    assert resume_check.resumed_config(run, files, [*BASE]).rollout.replicas == 1
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

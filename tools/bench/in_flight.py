@@ -47,7 +47,7 @@ from tools.kit.real_run import BadRun, Run, check, read_json
 CONFIG = "configs/emulated_4.toml"
 DRAIN = "drain"
 MODES = {
-    DRAIN: ("rollout.weight_update=drain",),
+    DRAIN: ("rollout.weight_update=drain", "repack.policy=off"),
     "keep": ("rollout.weight_update=in-flight", "rollout.kv_on_update=keep"),
     "recompute": ("rollout.weight_update=in-flight", "rollout.kv_on_update=recompute"),
 }

@@ -1,0 +1,62 @@
+"""Sizes of a new run that follow from its GPUs, where the user has set none.
+
+Reads   the settings, the GPUs of this machine, config.json and the headers of the weight files
+Gives   load_sized_config: settings whose config.toml records what was chosen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from laminar.config import Config, load_config
+from laminar.config.rollout import RolloutConfig
+from laminar.engines.environment import count_free_replicas, gpus_per_replica
+from laminar.engines.protocol import EngineError
+from laminar.launch.memory_check import count_cache_tokens, read_sizes, this_machine
+from laminar.tasks.data.hub import localize_model
+
+MAX_SEQUENCES = 512
+"""Most sequences of a replica by default, as in the paper's runs."""
+ASSUMED_GPU_BYTES = 40 << 30
+"""Memory of a GPU that cannot be asked: the least that is usual for training."""
+
+
+def load_sized_config(
+    files: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """Load a new run's settings, with defaults derived from the GPUs of this machine."""
+    config = load_config(files, overrides, settings)
+    if config.is_emulated or config.rollout.device == "cpu" or not (gpus := this_machine().gpus):
+        return config
+    defaults = derive_replicas(config, len(gpus)) | derive_sequences(config, min(gpus.values()))
+    return load_config(files, overrides, settings, defaults=defaults)
+
+
+def derive_replicas(config: Config, gpus: int) -> dict[str, int]:
+    """Return as many replicas as fit without the trainer's GPUs; none if machines are emulated."""
+    count = count_free_replicas(gpus, config.trainer.ranks, gpus_per_replica(config))
+    return {"rollout.replicas": count} if count and config.run.nodes == 1 else {}
+
+
+def derive_sequences(config: Config, gpu_bytes: int) -> dict[str, int]:
+    """Return the sequences that vLLM's cache holds; none for other engines, or unknown memory."""
+    if config.rollout.engine != "vllm" or not (gpu_bytes or config.rollout.vllm.kv_cache_bytes):
+        return {}
+    try:
+        sizes = read_sizes(localize_model(config).model.name)
+    except EngineError:  # reported with its key by check_engine
+        return {}
+    count = choose_sequences(count_cache_tokens(config, sizes, gpu_bytes), config.max_model_len)
+    return {"rollout.max_num_seqs": min(count, config.env.max_sessions or count)}
+
+
+def choose_sequences(cache_tokens: int, row_tokens: int) -> int:
+    """Return how many sequences of at most `row_tokens` share a cache; the default at least.
+
+    Each is counted as a quarter: the paper's responses hold 15 % of the longest on average, and
+    with a full cache vLLM lets the newest wait."""
+    return max(RolloutConfig().max_num_seqs, min(cache_tokens * 4 // row_tokens, MAX_SEQUENCES))
