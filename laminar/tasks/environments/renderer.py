@@ -118,7 +118,7 @@ class Renderer:
     def _find_empty_thoughts(self) -> list[int]:
         """Return the ids of the closed thoughts that a new turn begins with; [] if it has none."""
         ids = self._encode_messages([{"role": "user", "content": "?"}], begin=True)
-        text = self._tokenizer.decode(ids)
+        text = str(self._tokenizer.decode(ids))
         thoughts = text[text.rfind(THINK) :] if text.rstrip().endswith(THOUGHT) else ""
         found: list[int] = self._tokenizer.encode(thoughts, add_special_tokens=False)
         return found if ids[len(ids) - len(found) :] == found else []
