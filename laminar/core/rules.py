@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     new: str
 
 
-LOGIC_VERSION = 12
+LOGIC_VERSION = 13
 """The version of this program's decisions."""
 OLDEST_LOGIC = LOGIC_VERSION
 """The oldest version whose logs, up to LOGIC_VERSION, are replayed and continued."""
