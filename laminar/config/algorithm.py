@@ -62,9 +62,7 @@ class FilterGroupsConfig(Section, frozen=True, kw_only=True):
     enable: Annotated[
         bool, doc("true: replace a prompt whose responses are all alike by another")
     ] = False
-    metric: Annotated[Literal["score", "acc"], doc("what is compared; acc: correct or not")] = (
-        "score"
-    )
+    metric: Annotated[Literal["score", "acc"], doc("compared values; acc: correctness")] = "score"
     max_num_gen_batches: Annotated[
         Natural,
         doc("batches of such prompts in a row that end the run; 0: only the end of the data does"),

@@ -61,9 +61,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     dataset: Annotated[str, doc("a reasoning-gym dataset by its name")] = ""
     dataset_config: Annotated[dict[str, Any], doc("that dataset's own settings")] = {}
-    dataset_size: Annotated[Count, doc("items made by that dataset, held-out ones included")] = (
-        20_000
-    )
+    dataset_size: Annotated[Count, doc("items of that dataset, held-out ones included")] = 20_000
     dataset_seed: Annotated[int, doc("the seed of these items")] = 42
     train_files: Annotated[
         list[str],
@@ -175,9 +173,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
             "failed; 1: never"
         ),
     ] = 0.5
-    trial: Annotated[bool, doc("false: reward, and reset, are not tried on three rows first")] = (
-        True
-    )
+    trial: Annotated[bool, doc("true: try reward, and reset, on three rows first")] = True
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
@@ -280,16 +276,12 @@ class StoreConfig(Section, frozen=True, kw_only=True):
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
-    dtype: Annotated[Dtype, doc("published type; auto: float32 on a CPU, bfloat16 on a GPU")] = (
-        "auto"
-    )
+    dtype: Annotated[Dtype, doc("published type; auto: float32 on CPUs, bfloat16 on GPUs")] = "auto"
     slots: Annotated[int, Meta(ge=3), doc("versions that a relay holds in memory")] = 3
     max_bytes: Annotated[
         Natural, doc("shared memory of a relay; 0: half of what the job may take")
     ] = 0
-    delta: Annotated[bool, doc("true: relays send the delta of a version where it is smaller")] = (
-        True
-    )
+    delta: Annotated[bool, doc("true: relays send a version's delta where it is smaller")] = True
     rate_mbit: Annotated[Natural, doc("Mbit/s from one relay to another, at most; 0: no limit")] = 0
     probe_tolerance: Annotated[
         float,
@@ -397,9 +389,7 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
         Natural, Meta(le=253), doc("machines in addition to the one with store and trainer")
     ] = 0
     spares: Annotated[Natural, doc("queued machines that replace lost ones")] = 0
-    setup: Annotated[str, doc("shell lines before Laminar is started: modules, an environment")] = (
-        ""
-    )
+    setup: Annotated[str, doc("shell lines before Laminar starts: modules, an environment")] = ""
     launch: Annotated[str, doc("a program that starts Laminar: apptainer exec --nv IMAGE")] = ""
     extra: Annotated[list[str], doc('further options of sbatch: ["--qos=long"]')] = []
     signal_before_s: Annotated[
