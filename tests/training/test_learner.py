@@ -138,21 +138,6 @@ def test_the_rate_of_the_schedule_is_the_one_applied(
     assert moved == pytest.approx(0.02, rel=1e-3)
 
 
-def test_clipping_bounds_the_gradient_and_reports_its_norm_before(
-    make_policy: Make, make_config: Make, make_samples: Make
-) -> None:
-    norms = []
-    for limit in (0.0, 0.01):
-        policy = make_policy()
-        config = make_config({"optim.clip_grad": limit})
-        result = Learner(config, policy).train_step(make_samples(), 0)
-        total = sum(float(p.grad.double().square().sum()) for p in policy.model.parameters())
-        norms.append((result.metrics["actor/grad_norm"], total**0.5))
-    assert norms[0][0] == pytest.approx(norms[0][1], rel=1e-5)
-    assert norms[1][0] == pytest.approx(norms[0][0], rel=1e-5)
-    assert norms[1][1] == pytest.approx(0.01, rel=1e-3)
-
-
 def test_the_gradient_is_clipped_once_for_the_whole_mini_batch(
     make_policy: Make, make_config: Make, make_samples: Make
 ) -> None:

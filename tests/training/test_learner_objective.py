@@ -385,36 +385,6 @@ def test_without_importance_sampling_stale_log_probs_have_no_effect(
     assert_same_gradient(found[0], found[1])
 
 
-def test_a_masked_sequence_has_no_gradient_and_stays_in_the_counts(
-    make_policy: Make, make_config: Make, make_samples: Make
-) -> None:
-    config = make_config({"algorithm.truncated": "mask"})
-    samples = make_samples()
-    others = [
-        replace(s, response_ids=(s.response_ids + 1) % 40) if s.truncated else s for s in samples
-    ]
-    longer = [
-        replace(
-            s,
-            response_ids=np.tile(s.response_ids, 3),
-            logprobs=np.tile(s.logprobs, 3),
-            spans=s.spans * 3,
-        )
-        if s.truncated
-        else s
-        for s in samples
-    ]
-    found = []
-    for batch in (samples, others, longer):
-        policy = make_policy(0)
-        Learner(config, policy).train_step(batch, 0)
-        found.append(gradients(policy.model))
-    assert_same_gradient(found[1], found[0])
-    tokens = [sum(len(s.response_ids) for s in batch) for batch in (samples, longer)]
-    scaled = {name: g * tokens[1] / tokens[0] for name, g in found[2].items()}
-    assert_same_gradient(scaled, found[0])
-
-
 def test_ids_beyond_the_tokenizer_are_outside_the_softmax(
     make_policy: Make, make_config: Make, make_samples: Make
 ) -> None:
