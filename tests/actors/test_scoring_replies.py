@@ -254,10 +254,9 @@ async def test_each_sibling_is_scored_by_its_own_text(tmp_path: Path) -> None:
     assert kept == list(zip(tokens, texts, (0.25, 0.5, 1.0), strict=True))
     told = scored.host.all(ev.TrajectoryRewarded)
     assert [(e.trajectory_id, e.reward_bits, e.num_tokens, e.correct) for e in told] == [
-        ("0.0.0", bits_of(0.25), 1, False),
-        ("0.0.2", bits_of(0.5), 2, False),
+        ("0.0.0", bits_of(0.25), 1, False), ("0.0.2", bits_of(0.5), 2, False),
         ("0.0.1", bits_of(1.0), 1, True),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("own", [RewardResult(0.75, extras={"moves": 3.0}), None])

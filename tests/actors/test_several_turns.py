@@ -25,11 +25,9 @@ from tests.actors.parts import FakeHost, until
 from tests.actors.test_scoring_replies import PROMPT
 
 LIMITS = (
-    "data.max_prompt_length=8",
-    "data.max_response_length=20",
-    "env.max_context_tokens=30",
+    "data.max_prompt_length=8", "data.max_response_length=20", "env.max_context_tokens=30",
     "env.path=unused.py",
-)
+)  # fmt: skip
 
 
 def stored(**fields: Any) -> m.StoredTrajectory:
@@ -144,7 +142,7 @@ async def test_all_turns_share_one_limit_and_end_by_their_own_tokens(
         contexts=(ids(50, 51),) * len(turns),
     )
     if ends is None:
-        await until(lambda: bool(replica.engine.requests))
+        await until(lambda: bool(replica.engine.requests or replica.store.asked))
         (request,) = replica.engine.requests
         assert (request.prompt_ids, request.done_ids) == (tuple(before), done)
         assert request.max_new_tokens == 6 - len(sampled)

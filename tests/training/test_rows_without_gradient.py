@@ -46,15 +46,11 @@ SUSPECT = {"algorithm.rollout_correction.mismatch_limit": 1.5}
 FLAT = make_samples(flat=(0, 1))
 
 
-def reading_all() -> Any:
-    return replaced(policy_losses, "ADVANTAGE_ONLY_LOSSES", frozenset())
-
-
 def with_and_without(
     settings: dict[str, Any], samples: list[TrainSample]
 ) -> tuple[float, StepResult, StepResult]:
     """How far a step that skips rows is from one that reads all; and both."""
-    with reading_all():
+    with replaced(policy_losses, "ADVANTAGE_ONLY_LOSSES", frozenset()):
         expected, of_all = gradient(None, settings, samples)
     found, of_some = gradient(None, settings, samples)
     return far(of_some, of_all), found, expected
