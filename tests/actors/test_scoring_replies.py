@@ -17,9 +17,10 @@ from laminar.actors.service_clients import StoreClient
 from laminar.core.state.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
+from laminar.events.reasons import EndedBy
 from laminar.names.ids import GroupId, TrajectoryId
 from laminar.storage import messages as m
-from laminar.tasks.environments.turns import NextTurn
+from laminar.tasks.environments.turns import Effect, NextTurn, TrajectoryDone
 from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardWorkerLost
 from tests.actors.parts import FakeHost, removed
 
@@ -34,13 +35,15 @@ class Store:
 
     def __init__(self, row: dict[str, Any], reply: dict[str, Any]) -> None:
         self.row, self.reply = row, reply
+        self.rows: dict[str, dict[str, Any]] = {}  #: fields of single trajectories
         self.asked: list[m.PutRewards] = []
 
     async def fetch(self, ids: Sequence[str], *, with_prompt: bool) -> list[m.StoredTrajectory]:
         fields = {field.name: None for field in msgspec.structs.fields(m.StoredTrajectory)}
         fields |= {"purpose": "train", "finish_reason": "stop", "version_step": 4, "row_index": 0}
         fields |= {"tokens": b"\5\0\0\0\7\0\0\0", "prompt": PROMPT} | self.row
-        return [m.StoredTrajectory(**(fields | {"trajectory_id": name})) for name in ids]
+        own = {name: {"trajectory_id": name} | self.rows.get(name, {}) for name in ids}
+        return [m.StoredTrajectory(**(fields | own[name])) for name in ids]
 
     async def send_request(self, request: m.PutRewards, answer: object) -> m.PutRewardsReply:
         self.asked.append(request)
@@ -57,6 +60,7 @@ class Pool:
     def __init__(self, result: RewardResult | Exception) -> None:
         self.result = result
         self.calls: list[RewardCall] = []
+        self.scores: dict[str, float] = {}  #: by text, where they differ
 
     async def start(self) -> None:
         pass
@@ -65,6 +69,8 @@ class Pool:
         self.calls.append(call)
         if isinstance(self.result, Exception):
             raise self.result
+        if self.scores:
+            return [RewardResult(self.scores[text]) for text, _ in call.completions]
         return [self.result] * len(call.completions)
 
 
@@ -82,9 +88,11 @@ class Scored:
         row: Any = None,
         reply: Any = None,
         names: Any = ("0.0.0",),
+        tokens: dict[str, bytes] | None = None,
         client: StoreClient | None = None,
     ) -> Store:
         store = Store(row or {}, reply or {})
+        store.rows = {name: {"tokens": tokens} for name, tokens in (tokens or {}).items()}
         self.scorer.store = client or store  # type: ignore[assignment]
         items = tuple(
             cmd.PlacedTrajectory(trajectory_id=TrajectoryId(n), placement=3) for n in names
@@ -232,3 +240,50 @@ async def test_a_turn_is_told_once_the_store_has_its_context(
     scored.scorer.turns = Turns(answer)  # type: ignore[assignment]
     await scored.run(row={"status": "generated", "placement": 3, "contexts": ()})
     assert list(map(type, scored.host.events)) == told
+
+
+async def test_each_sibling_is_scored_by_its_own_text(tmp_path: Path) -> None:
+    scored = Scored(tmp_path, RIGHT)
+    tokens = {"0.0.0": b"\1\0\0\0", "0.0.2": b"\2\0\0\0\3\0\0\0", "0.0.1": b"\4\0\0\0"}
+    texts = ["text of [1]", "text of [2, 3]", "text of [4]"]
+    scored.pool.scores = dict(zip(texts, (0.25, 0.5, 1.0), strict=True))
+    store = await scored.run(names=tuple(tokens), tokens=tokens)
+    (call,) = scored.pool.calls
+    assert call.completions == list(zip(texts, ([1], [2, 3], [4]), strict=True))
+    kept = [(item.trajectory_id, item.text, item.reward) for item in store.asked[0].items]
+    assert kept == list(zip(tokens, texts, (0.25, 0.5, 1.0), strict=True))
+    told = scored.host.all(ev.TrajectoryRewarded)
+    assert [(e.trajectory_id, e.reward_bits, e.num_tokens, e.correct) for e in told] == [
+        ("0.0.0", bits_of(0.25), 1, False), ("0.0.2", bits_of(0.5), 2, False),
+        ("0.0.1", bits_of(1.0), 1, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [RewardResult(0.75, extras={"moves": 3.0}), None])
+@pytest.mark.parametrize("reason", list(EndedBy))
+async def test_the_last_turn_is_scored_and_stored_with_what_ended_it(
+    tmp_path: Path, reason: EndedBy, own: RewardResult | None
+) -> None:
+    """By the environment, or else by the reward functions, which get the tokens of all turns."""
+
+    class Ends(Turns):
+        async def answer_turn(self, item: Any, row: Any) -> Any:
+            effect = Effect(0, "go", "{}", "done", "there", 0.5)
+            return TrajectoryDone(own, "the last turn", reason, (effect,))
+
+    scored = Scored(tmp_path, RIGHT)
+    scored.scorer.turns = Ends("ok")  # type: ignore[assignment]
+    row = {"status": "generated", "placement": 3, "contexts": (b"\7\0\0\0",), "purpose": "eval"}
+    store = await scored.run(row=row, reply={"finish_reason": reason or "stop"})
+    asked = [(call.completions, call.step) for call in scored.pool.calls]
+    assert asked == ([] if own is not None else [([("the last turn", [5, 7])], 4)])
+    (item,), expected = store.asked[0].items, own or RIGHT
+    assert (item.text, item.finish_reason) == ("the last turn", reason)
+    assert (item.reward, item.extras) == (expected.reward, expected.extras)
+    assert [(e.call, e.tool, e.result, e.seconds) for e in item.effects] == [
+        (0, "go", "there", 0.5)
+    ]
+    event = scored.rewarded()
+    assert (event.ended_by, event.truncated, event.num_tokens) == (reason, bool(reason), 2)
+    assert event.correct == (own is None and not reason)
+    assert event.reward_bits == bits_of(expected.reward or 0.0)

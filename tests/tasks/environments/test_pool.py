@@ -332,6 +332,13 @@ def test_limits_of_a_trajectory_end_it(tmp_path):
         assert bench.noted() == [] and bench.intended == []  # neither was run
         full = await bench.answer_turn(call("note", word="x"), session=bench.session("f"), room=3)
         assert full.reason == "context-full" and [e.status for e in full.effects] == ["done"]
+        room = len(
+            (await bench.answer_turn(call("do", what="x"), session=bench.session("a"))).context
+        )
+        for spare, kind in ((0, NextTurn), (-1, TrajectoryDone)):
+            one = bench.session(str(spare))
+            found = await bench.answer_turn(call("do", what="x"), 0, one, room=room + spare)
+            assert isinstance(found, kind)
 
     in_bench(tmp_path, body, call_semantics="at-most-once")
 

@@ -64,28 +64,6 @@ def test_bypass_has_no_second_weight(corrected: Callable[..., Correction]) -> No
 
 
 @pytest.mark.parametrize(
-    ("rule", "bound", "kept"),
-    [
-        ("token_k1", "0.3_3", [False, True, True, False]),
-        ("token_k2", "0.5", [False, True, True, False]),
-        ("seq_sum_k1", "3", [True, True, True, False]),
-        ("seq_mean_k1", "0.9_1.1", [False] * 4),
-        ("seq_max_k2", "1.0", [True, True, True, False]),
-        ("token_k1,seq_sum_k1", "0.3_3,3", [False, True, True, False]),
-        ("token_k2,seq_max_k3", "0.5", [False] * 4),
-    ],
-)
-def test_rules_mask_tokens_or_sequences(
-    rule: str, bound: str, kept: list[bool], corrected: Callable[..., Correction]
-) -> None:
-    found = corrected(rollout_rs=rule, rollout_rs_threshold=bound, rollout_is="none")
-    assert found.keep is not None
-    assert found.keep.tolist() == kept
-    assert found(torch.full((4,), 2.0)).tolist() == [2.0 * one for one in kept]
-    assert found.figures["rs_masked"].tolist() == [not one for one in kept]
-
-
-@pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"rollout_is_threshold": "high"}, "'high' is neither a number above 0 nor two"),

@@ -46,14 +46,6 @@ def of_tokens(
     return called(loss, log_probs, old, advantages, [len(log_probs)])
 
 
-def test_clip_flags_say_which_bound_decided(make_loss: Callable[..., PolicyLoss]) -> None:
-    ratios = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5, 4.0, 4.0])
-    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
-    _, figures = of_tokens(make_loss(), ratios.log(), torch.zeros(7), advantages)
-    assert figures["clipped"].tolist() == [False, True, False, False, True, False, True]
-    assert figures["clipped_lower"].tolist() == [False] * 5 + [True, False]
-
-
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_without_movement_each_has_the_gradient_of_reinforce(
     name: str, make_loss: Callable[..., PolicyLoss]

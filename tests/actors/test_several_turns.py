@@ -1,0 +1,177 @@
+"""Limits, seeds and ends of a trajectory of several turns in its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from laminar.actors.batch_fetch import sample_of
+from laminar.actors.turns import Turns, turn_seed
+from laminar.engines.protocol import LENGTH, STOP
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.events.reasons import EndedBy
+from laminar.names.ids import TrajectoryId
+from laminar.storage import messages as m
+from laminar.storage.rules import TokenSpan
+from laminar.tasks.environments.turns import TrajectoryDone, TurnCall
+from tests.actors.held_replica import END_ID, Replica, generate, ids
+from tests.actors.parts import FakeHost, until
+from tests.actors.test_scoring_replies import PROMPT
+
+LIMITS = (
+    "data.max_prompt_length=8", "data.max_response_length=20", "env.max_context_tokens=30",
+    "env.path=unused.py",
+)  # fmt: skip
+
+
+def stored(**fields: Any) -> m.StoredTrajectory:
+    known: dict[str, Any] = {
+        field.name: None for field in msgspec.structs.fields(m.StoredTrajectory)
+    }
+    known |= {"trajectory_id": "0.1.0", "group_id": "0.1", "attempt": 1, "placement": 3}
+    known |= {"purpose": "train", "row_index": 1, "prompt": PROMPT, "finish_reason": "stop"}
+    known |= {"contexts": (), "effects": (), "call_seconds": 0.0, "extras": {}}
+    return m.StoredTrajectory(**(known | fields))
+
+
+class Asked:
+    """An environment that ends each trajectory, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[TurnCall] = []
+
+    async def answer_turn(self, call: TurnCall, intend: Callable[..., Any]) -> TrajectoryDone:
+        self.calls.append(call)
+        return TrajectoryDone(None, "")
+
+
+async def asked(run_dir: Path, row: m.StoredTrajectory, *settings: str) -> TurnCall:
+    environment = Asked()
+    host = FakeHost(run_dir, "rollout-0", *LIMITS, *settings)
+    turns = Turns(host, None, environment)  # type: ignore[arg-type]
+    placed = cmd.PlacedTrajectory(trajectory_id=TrajectoryId(row.trajectory_id), placement=3)
+    await turns.answer_turn(placed, row)
+    (call,) = environment.calls
+    return call
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_a_turn_is_asked_about_with_what_the_limits_leave(tmp_path: Path, seed: int) -> None:
+    """Contexts share one limit, from which a prompt takes what it has above its own."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 8, rng.integers(1, 5)).tolist()
+    tokens = rng.integers(0, 40, sum(counts)).tolist()
+    contexts = [rng.integers(40, 80, n).tolist() for n in rng.integers(1, 12, len(counts) - 1)]
+    prompt = rng.integers(0, 40, rng.integers(1, 16)).tolist()
+    row = stored(
+        prompt_ids=ids(*prompt),
+        tokens=ids(*tokens),
+        segment_lengths=tuple(counts),
+        contexts=tuple(ids(*context) for context in contexts),
+        finish_reason=("stop", "length")[seed % 2],
+        call_seconds=float(seed),
+    )
+    call = await asked(tmp_path, row)
+    left, parts, unread = 30 - max(0, len(prompt) - 8), list[Any](), list(tokens)
+    for count, context in zip(counts, [*contexts, []], strict=True):
+        parts += [(True, tuple(unread[:count])), (False, tuple(context))]
+        unread, left = unread[count:], left - len(context)
+    assert call.room == (0 if len(tokens) >= 20 else max(0, left))
+    assert (call.turn, call.prompt_ids, call.parts) == (
+        len(contexts), tuple(prompt), tuple(parts[:-1]),
+    )  # fmt: skip
+    assert (call.finish_reason, call.seconds) == (row.finish_reason, seed)
+
+
+async def test_siblings_share_the_seed_of_their_environment(tmp_path: Path) -> None:
+    """And every attempt at them, which would else begin in another world."""
+
+    async def seed_of(name: str, attempt: int = 1, run: int = 0, purpose: str = "train") -> int:
+        more: dict[str, Any] = {"group_id": name.rpartition(".")[0], "purpose": purpose}
+        row = {"prompt_ids": ids(1), "tokens": ids(2), "segment_lengths": (1,)}
+        found = stored(trajectory_id=name, attempt=attempt, **more, **row)
+        session = (await asked(tmp_path, found, f"seed={run}")).session
+        assert (session.trajectory_id, session.attempt, session.purpose) == (name, attempt, purpose)
+        return session.seed
+
+    siblings = {await seed_of(f"0.1.{i}", attempt) for i in range(3) for attempt in (1, 2)}
+    others = {await seed_of(name) for name in ("0.2.0", "1.1.0", "10.1.0")}
+    others |= {await seed_of("0.1.0", run=7), await seed_of("e0.1.0", purpose="eval")}
+    assert len(siblings) == 1 and len(siblings | others) == 6
+
+
+def test_each_turn_draws_numbers_of_its_own() -> None:
+    found = [turn_seed(seed, turn) for seed in range(20) for turn in range(5)]
+    assert found[::5] == list(range(20)) and len(set(found)) == 100
+
+
+@pytest.mark.parametrize(
+    ("turns", "done", "ends"),
+    [
+        ((1,), (), None),
+        ((2, 3), (), None),
+        ((2,), (4, 5), None),
+        ((2,), (4, END_ID), STOP),
+        ((2, 2), (4, 5), LENGTH),
+        ((4, 2), (), LENGTH),
+        ((2, 3), (END_ID,), STOP),
+    ],
+)
+async def test_all_turns_share_one_limit_and_end_by_their_own_tokens(
+    tmp_path: Path, turns: tuple[int, ...], done: tuple[int, ...], ends: str | None
+) -> None:
+    """The turn before ended with the token that would end this one; the limit is 6."""
+    replica, before = Replica(tmp_path), [1, 2]
+    sampled = list[int]()
+    for count in turns:
+        turn = [*[3] * (count - 1), END_ID]
+        sampled += turn
+        before += [*turn, 50, 51]
+    replica.tell(generate(placement=2))
+    await replica.store.answer_open(
+        prompt_ids=ids(1, 2),
+        tokens=ids(*sampled, *done),
+        num_tokens=len(sampled) + len(done),
+        segment_lengths=(*turns, len(done)) if done else turns,
+        contexts=(ids(50, 51),) * len(turns),
+    )
+    if ends is None:
+        await until(lambda: bool(replica.engine.requests or replica.store.asked))
+        (request,) = replica.engine.requests
+        assert (request.prompt_ids, request.done_ids) == (tuple(before), done)
+        assert request.max_new_tokens == 6 - len(sampled)
+        assert request.seed == turn_seed(5, len(turns)) != 5
+    else:
+        await replica.store.answer(m.Finish, "ok")
+        event = await replica.host.wait(ev.TrajectoryFinished)
+        assert (event.finish_reason, event.num_tokens) == (ends, len(sampled) + len(done))
+    started = replica.host.all(ev.TrajectoryStarted)[0]
+    assert started.tokens_resumed == len(sampled) + len(done)
+    assert started.prompt_tokens == 2 + 2 * len(turns)  # all that nobody sampled
+    replica.host.end()
+    replica.host.telemetry.wait_drained(60)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", *filter(None, EndedBy)])
+@pytest.mark.parametrize("score", [1.0, 0.5])
+def test_a_sample_says_what_ended_it(reason: str, score: float) -> None:
+    """Only what the model ended itself is whole, and only that can be correct."""
+    row = stored(
+        prompt_ids=ids(1),
+        tokens=ids(2, 3),
+        logprobs=np.array([-1.0, -2.0], "<f4").tobytes(),
+        reward=score,
+        temperature=0.7,
+        finish_reason=str(reason),
+        spans=(TokenSpan("rollout-0", 5, 4, 2),),
+        segment_lengths=(2,),
+    )
+    sample = sample_of(row)
+    assert (sample.truncated, sample.truncated_by) == (reason != "stop", reason)
+    assert (sample.correct, sample.temperature) == (reason == "stop" and score == 1.0, 0.7)
