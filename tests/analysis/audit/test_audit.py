@@ -340,13 +340,6 @@ def test_a_store_with_more_than_the_log_is_found(tmp_path: Path) -> None:
     assert any("never issued" in problem for problem in audit_run(tmp_path / "run").problems)
 
 
-def test_what_cannot_be_audited_is_one_sentence(tmp_path: Path, cli: Cli) -> None:
-    code, message = cli("audit", tmp_path)
-    assert code == 2
-    assert str(tmp_path) in message
-    assert "\n" not in message
-
-
 Sample = Callable[[m.StoredTrajectory], TrainSample]
 
 
