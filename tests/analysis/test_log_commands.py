@@ -18,7 +18,7 @@ from laminar.config import ConfigError
 from laminar.coordinator.system import RealDisk
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.reader import scan_log
-from laminar.eventlog.record import DecisionRecord, EventRecord, StateHashRecord, encode_frame
+from laminar.eventlog.record import DecisionRecord, EventRecord, encode_frame
 from laminar.events import commands as cmd
 from tests.analysis.conftest import Cli
 from tools.kit.golden_pages import check
@@ -53,45 +53,26 @@ def test_replay_until_an_event_shows_the_state_there(made: Path, cli: Cli) -> No
     assert json.loads(out.split("identical\n")[1])["phase"] == Phase.ENDED
 
 
-def other_decision(tmp_path: Path) -> tuple[Path, int, int]:
-    """A log in which one seed was changed; the event and the true seed."""
+def test_replay_names_the_first_difference_with_both_sides(tmp_path: Path, cli: Cli) -> None:
+    """One seed was changed; --diff shows only what differs."""
     log = world_log()
     index = next(
         i for i, (_, cs) in enumerate(log) if isinstance(cs[0:1] and cs[0], cmd.GenerateTrajectory)
     )
     stamped, commands = log[index]
     seed = commands[0].seed
-    changed = msgspec.structs.replace(commands[0], seed=77)
-    log[index] = (stamped, [changed, *commands[1:]])
-    (tmp_path / "other").mkdir()
-    write_log(tmp_path / "other", log)
-    return tmp_path / "other", stamped.seq, seed
-
-
-def test_replay_names_the_first_difference_with_both_sides(tmp_path: Path, cli: Cli) -> None:
-    run_dir, seq, seed = other_decision(tmp_path)
-    code, out = cli("log", "replay", run_dir)
+    log[index] = (stamped, [msgspec.structs.replace(commands[0], seed=77), *commands[1:]])
+    write_log(tmp_path, log)
+    code, out = cli("log", "replay", tmp_path)
     assert code == 1
-    assert f"event {seq}:" in out
+    assert f"event {stamped.seq}:" in out
     assert "logged:   GenerateTrajectory(" in out
     assert "seed=77" in out
     assert f"seed={seed}" in out
-
-
-def test_diff_shows_only_what_differs(tmp_path: Path, cli: Cli) -> None:
-    run_dir, _, seed = other_decision(tmp_path)
-    code, out = cli("log", "replay", run_dir, "--diff")
+    code, out = cli("log", "replay", tmp_path, "--diff")
     assert code == 1
     parts = [line.strip() for line in out.splitlines()[2:]]
     assert sorted(parts) == sorted(["- seed=77)", f"+ seed={seed})"])
-
-
-def append(run_dir: Path, record: EventRecord | DecisionRecord | StateHashRecord) -> None:
-    """Write one more record behind the end of the history."""
-    tail = scan_log(RealDisk(run_dir / "events"))
-    assert tail.end is not None
-    with log_file(run_dir).open("ab") as file:
-        file.write(encode_frame(record, tail.end.crc)[0])
 
 
 # --- dump, tail, stats --------------------------------------------------------------------------
@@ -279,14 +260,7 @@ def test_stories_are_those_of_the_page(copy: Path, cli: Cli) -> None:
     check("story", "\n".join(page))
 
 
-def test_all_lines_of_an_actor_are_in_its_story(copy: Path, cli: Cli) -> None:
-    replica = with_logs(copy)
-    _, out = cli("log", "story", replica, copy, "--logs")
-    assert out.count(" | ") == 6
-    assert "error: too-late" in out
-
-
-def test_damaged_lines_are_left_out(copy: Path, cli: Cli) -> None:
+def test_all_lines_of_an_actor_are_in_its_story_but_damaged_ones(copy: Path, cli: Cli) -> None:
     """A crash cut one short; something else wrote there, too."""
     replica = with_logs(copy)
     with (copy / "logs" / "attempt_1" / f"{replica}.jsonl").open("ab") as file:
@@ -294,6 +268,7 @@ def test_damaged_lines_are_left_out(copy: Path, cli: Cli) -> None:
     code, out = cli("log", "story", replica, copy, "--logs")
     assert code == 0
     assert out.count(" | ") == 6
+    assert "error: too-late" in out
 
 
 def test_logs_that_cannot_be_read_are_named(copy: Path, cli: Cli) -> None:
@@ -365,28 +340,25 @@ def test_a_torn_tail_is_no_damage(copy: Path, cli: Cli) -> None:
     assert "identical" in out
 
 
-def test_an_event_of_another_release_is_refused_by_name(copy: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("decision", [False, True])
+def test_a_message_of_another_release_is_refused_by_name(
+    copy: Path, cli: Cli, decision: bool
+) -> None:
     shutil.rmtree(copy / "events")
     log = world_log()[:3]
     write_log(copy, log)
+    raw = msgspec.msgpack.encode({"type": "new"})
     last = msgspec.structs.replace(log[-1][0], seq=4)
-    unknown = EventRecord.from_stamped(last, msgspec.msgpack.encode({"type": "new"}))
-    append(copy, unknown)
+    event = EventRecord.from_stamped(last, raw)
+    order = DecisionRecord(cause=3, index=0, command=msgspec.Raw(raw))
+    tail = scan_log(RealDisk(copy / "events"))
+    assert tail.end is not None
+    with log_file(copy).open("ab") as file:
+        file.write(encode_frame(order if decision else event, tail.end.crc)[0])
     for command in ("dump", "stats", "tail"):
         code, message = cli("log", command, copy)
         assert code == 2
-        assert "event 4" in message
+        assert ("decision of event 3" if decision else "event 4") in message
         assert "--raw" in message
     assert cli("log", "replay", copy)[0] == 1
     assert cli("log", "dump", copy, "--raw")[0] == 0
-
-
-def test_a_decision_of_another_release_is_refused_by_name(copy: Path, cli: Cli) -> None:
-    shutil.rmtree(copy / "events")
-    write_log(copy, world_log()[:3])
-    raw = msgspec.Raw(msgspec.msgpack.encode({"type": "new"}))
-    append(copy, DecisionRecord(cause=3, index=0, command=raw))
-    for command in ("dump", "stats"):
-        code, message = cli("log", command, copy)
-        assert code == 2
-        assert "decision of event 3" in message

@@ -34,10 +34,7 @@ def test_every_key_of_the_summary(copy: Path) -> None:
     assert keys <= documented()
 
 
-def test_every_figure_that_the_page_draws() -> None:
+def test_every_figure_of_the_page_and_of_the_tokens() -> None:
     """A chart of a name that nothing writes would stay empty for ever."""
     assert {key for _, key, *_ in FIGURES} <= documented()
-
-
-def test_every_figure_of_the_tokens() -> None:
     assert {*TOKEN_MEANS, *TOKEN_MAXIMA, *METRICS_BY_LENGTH} <= documented()

@@ -14,6 +14,13 @@ from tools.kit.run_directory import CLOCK_NS, world_log
 CHECKS_NS = 5 * 10**9
 
 
+def step_times(run_dir: Path) -> list[int]:
+    clock = WallClock()
+    events = [parse_event(r) for r in read_records(run_dir) if isinstance(r, EventRecord)]
+    times = [(clock.unix_ns(stamped), stamped.event) for stamped in events]
+    return [at_ns for at_ns, event in times if isinstance(event, ev.StepCompleted)]
+
+
 def test_the_parts_of_a_start_add_up_to_the_first_step(made: Path) -> None:
     parts = start_parts(made, CLOCK_NS - CHECKS_NS)
     assert [name for name, _ in parts] == [
@@ -25,20 +32,13 @@ def test_the_parts_of_a_start_add_up_to_the_first_step(made: Path) -> None:
     ]
     assert dict(parts)["checks"] == CHECKS_NS / 1e9
     assert all(seconds >= 0 for _, seconds in parts)
-    clock = WallClock()
-    events = [parse_event(r) for r in read_records(made) if isinstance(r, EventRecord)]
-    times = [(clock.unix_ns(stamped), stamped.event) for stamped in events]
-    first_step = next(at_ns for at_ns, event in times if isinstance(event, ev.StepCompleted))
-    whole_ns = first_step - CLOCK_NS + CHECKS_NS
+    whole_ns = step_times(made)[0] - CLOCK_NS + CHECKS_NS
     assert abs(sum(seconds for _, seconds in parts) - whole_ns / 1e9) < 1e-6
 
 
 def test_what_came_before_the_command_does_not_count(made: Path) -> None:
     """A resumed run has steps in its log that were done before."""
-    clock = WallClock()
-    events = [parse_event(r) for r in read_records(made) if isinstance(r, EventRecord)]
-    times = [(clock.unix_ns(stamped), stamped.event) for stamped in events]
-    steps = [at_ns for at_ns, event in times if isinstance(event, ev.StepCompleted)]
+    steps = step_times(made)
     parts = start_parts(made, steps[0] + 1)
     assert abs(sum(seconds for _, seconds in parts) - (steps[1] - steps[0] - 1) / 1e9) < 1e-6
 

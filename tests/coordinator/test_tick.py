@@ -274,16 +274,6 @@ def test_silence_is_judged_by_the_tick() -> None:
     assert desk.tick.machine.state.failure.startswith("the store is lost: store-0: nothing")
 
 
-def test_pause_of_the_coordinator_is_nobodys_fault() -> None:
-    """The loop was stopped for an hour: nobody could be heard, so nobody is lost."""
-    desk = Desk()
-    desk.client("store-0")
-    desk.talk()
-    desk.now += 3_600_000 * MS
-    desk.turn()
-    assert desk.tick.machine.state.actors["store-0"].alive
-
-
 def test_questions_to_the_users_strategy_stay_here() -> None:
     """The strategy's worker runs beside the coordinator: no frame for it, and its answer is an
     event of the coordinator's own. (A simulated process that is told to propose breaks the run.)"""

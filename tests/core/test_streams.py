@@ -56,13 +56,6 @@ def test_it_is_given_new_groups_at_once() -> None:
     assert bench.state.ps_per_byte.keys() <= {"load", RELAY}, "it says nothing about loads"
 
 
-def test_without_the_setting_it_waits_for_its_relay() -> None:
-    bench = joined(stream=False)
-    assert bench.pull_of(joiner(bench)) is None
-    pulls = only(cmd.PullWeights, bench.receive(RELAY, 0))
-    assert [(p.to, p.purpose) for p in pulls] == [(joiner(bench), "start")]
-
-
 def test_weights_that_prove_wrong_are_loaded_whole_and_what_was_placed_goes_elsewhere() -> None:
     bench = joined()
     name = joiner(bench)

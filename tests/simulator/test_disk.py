@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from laminar.names.ports import Disk, DiskError
+from laminar.names.ports import DiskError
 from tools.simulator.disk import (
     CRASH_MODES,
     SECTOR_BYTES,
@@ -39,18 +39,6 @@ def drawn(disk: SimDisk, mode: CrashMode, count: int = 200) -> list[dict[str, by
 
 
 # --- an ordinary disk -------------------------------------------------------------------------
-
-
-def test_it_is_a_disk() -> None:
-    disk: Disk = SimDisk({"b": b"12345"})
-    file = disk.create_file("a")
-    file.append(b"one")
-    file.append(b"two")
-    file.close()
-    assert disk.list_names() == ["a", "b"]
-    assert disk.read("a") == b"onetwo"
-    assert (disk.read("b", 1, 2), disk.read("b", 3), disk.read("b", 9)) == (b"23", b"45", b"")
-    assert disk.get_size("a") == 6
 
 
 def test_what_does_not_exist_is_told_like_a_real_disk_does() -> None:
@@ -84,14 +72,6 @@ def test_a_crash_leaves_a_disk_on_which_everything_is_durable(mode: CrashMode) -
     disk = unsynced_tail().after_crash(mode, random.Random(1))
     assert disk.durable_size("a") == disk.get_size("a")
     assert drawn(disk, "none", 1) == [contents(disk)]
-
-
-def test_a_prefix_ends_at_any_byte() -> None:
-    whole = SYNCED + VOLATILE
-    lengths = [len(left["a"]) for left in drawn(unsynced_tail(), "prefix")]
-    assert all(left["a"] == whole[: len(left["a"])] for left in drawn(unsynced_tail(), "prefix"))
-    assert len(set(lengths)) > 50
-    assert any(length % SECTOR_BYTES for length in lengths)
 
 
 def test_a_prefix_is_one_of_all_files_and_names_together() -> None:
@@ -273,15 +253,6 @@ def test_a_failed_sync_made_nothing_durable() -> None:
         disk.sync("a")
     assert disk.durable_size("a") == len(SYNCED)
     assert drawn(disk, "none", 1) == [{"a": SYNCED}]
-
-
-def test_a_cut_sync_may_have_done_all_of_its_work_or_none() -> None:
-    disk = unsynced_tail()
-    disk.plan(disk.calls + 1, "crash")
-    with pytest.raises(PowerCut):
-        disk.sync("a")
-    assert drawn(disk, "none", 1) == [{"a": SYNCED}]
-    assert drawn(disk, "all", 1) == [{"a": SYNCED + VOLATILE}]
 
 
 # --- a process that dies on a machine that does not -------------------------------------------

@@ -191,16 +191,13 @@ def test_zombies_meet_the_fence() -> None:
     raise AssertionError("no zombie met the fence")
 
 
-@pytest.mark.parametrize("kind", ["coordinator-killed", "coordinator-cut", "disk-error"])
+@pytest.mark.parametrize(
+    "kind", ["coordinator-killed", "coordinator-cut", "disk-error", "disk-full"]
+)
 def test_coordinator_comes_back(kind: str) -> None:
     outcome = run(kind)
     assert outcome.coordinators > 1 and not outcome.failure
     assert outcome.coverage["log:taken-over"] >= outcome.coordinators // 2
-
-
-def test_full_disk_is_survived() -> None:
-    outcome = run("disk-full")
-    assert outcome.coordinators > 1 and not outcome.failure
 
 
 def test_poisonous_prompt_ends_quarantined() -> None:

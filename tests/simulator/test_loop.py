@@ -60,30 +60,6 @@ def test_time_passes_only_where_somebody_sleeps(bench: Bench) -> None:
     assert bench.run(work) == [("never", 0.0), ("early", 0.5), ("late", 2.5)]
 
 
-def test_timeouts_locks_events_and_queues_of_asyncio_work(bench: Bench) -> None:
-    async def work() -> list[Any]:
-        lock, event, queue = asyncio.Lock(), asyncio.Event(), asyncio.Queue[int]()
-        got: list[Any] = []
-
-        async def worker(number: int) -> None:
-            await event.wait()
-            async with lock:
-                await asyncio.sleep(1)
-                queue.put_nowait(number)
-
-        workers = [asyncio.create_task(worker(number)) for number in range(2)]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3):
-                await asyncio.shield(workers[0])
-        event.set()
-        got += [await queue.get(), bench.now_s, await queue.get(), bench.now_s]
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(queue.get(), 1)
-        return got
-
-    assert bench.run(work) == [0, 4.0, 1, 5.0]
-
-
 def test_a_broken_promise_goes_to_the_run_and_not_to_a_handler(bench: Bench) -> None:
     def broken() -> None:
         raise Violation("a_name", "what")

@@ -10,31 +10,14 @@ import pytest
 
 from laminar.engines.emulated.batch_clock import BatchClock, ClockSequence
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
-from tools.kit.sim_worlds import calm, config
+from tools.kit.sim_worlds import calm
 from tools.simulator.config import SimConfig, load
 from tools.simulator.faults.faults import KINDS
 from tools.simulator.run import make_world
 from tools.simulator.scenario import BOUNDARIES, draw
-from tools.simulator.scheduler import SECOND, Scheduler
+from tools.simulator.scheduler import SECOND
 
 ROOT = Path(__file__).parents[2]
-
-# --- time ---------------------------------------------------------------------------------------
-
-
-def test_things_happen_in_order_of_time_then_of_planning() -> None:
-    scheduler, seen = Scheduler(), []
-    for when, name in ((5, "c"), (1, "a"), (5, "d"), (1, "b")):
-        scheduler.at(when, seen.append, name)
-    while scheduler.step():
-        seen.append(str(scheduler.now))
-    assert seen == ["a", "1", "b", "1", "c", "5", "d", "5"]
-
-
-@pytest.mark.parametrize(("group_size", "waits"), [(4, {1_000, 5_000}), (11, {5_000})])
-def test_a_batch_waits_long_for_large_groups(group_size: int, waits: set[int]) -> None:
-    swarm = config(group_size=group_size, batch_timeout_ms=(1_000, 5_000))
-    assert {draw(swarm, seed).settings.batch_timeout_ms for seed in range(20)} == waits
 
 
 # --- timing -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from tools.kit.sim_worlds import calm, config
 from tools.simulator.config import SimConfig, load
 from tools.simulator.faults.faults import FATAL_ROLES, KINDS
-from tools.simulator.faults.targeted import LAST_WORDS, WAYS, TargetedFault, lose
+from tools.simulator.faults.targeted import LAST_WORDS, WAYS, lose
 from tools.simulator.run import make_world, run_seed
 
 ROOT = Path(__file__).parents[2]
@@ -101,10 +101,3 @@ def test_what_a_run_needs_is_lost_in_every_way(role: str, way: str) -> None:
         assert world.coverage.counts[f"fault:lost-{role}"] == 1
         assert state is not None and state.failed is not None
         assert state.failed.subject in [process.name for process in world.faults.doomed()]
-
-
-def test_an_aim_has_to_look() -> None:
-    """What does not say when its moment is cannot be made."""
-    world = make_world(calm(), 1)
-    with pytest.raises(TypeError, match="look"):
-        TargetedFault(world.faults, world.faults.chance("aim"))  # type: ignore[abstract]

@@ -186,9 +186,7 @@ def test_what_cannot_be_written_leaves_nothing(made: Path, tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file cannot be written"):
         export_tables(made, tmp_path / "file")
-    with pytest.raises(ConfigError, match="does not exist"):
-        export_tables(tmp_path / "nowhere", tmp_path / "tables")
-    assert list((tmp_path / "tables").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_every_column_is_explained() -> None:

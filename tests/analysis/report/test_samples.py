@@ -138,29 +138,15 @@ def test_which_answers_are_chosen(run: Path, choice: SampleFilter, expected: lis
 def test_everything_about_one_answer(run: Path) -> None:
     (sample,) = find_samples(run, SampleFilter(name="0.0.1"), decode)
     assert sample.to_dict() == {
-        "id": "0.0.1",
-        "group": "0.0",
-        "purpose": "train",
-        "step": 1,
-        "evaluation": None,
-        "prompt": "<s>",
-        "response": "No",
-        "answer": "yes",
-        "reward": 0.0,
-        "reason": "error",
-        "exception": "KeyError: 'x' (reward.py:4)",
-        "extras": {},
-        "length": 1,
-        "truncated": False,
-        "truncated_by": None,
-        "version": 10,
-        "version_step": 0,
-        "replica": "rollout-1",
+        "id": "0.0.1", "group": "0.0", "purpose": "train", "step": 1, "evaluation": None,
+        "prompt": "<s>", "response": "No", "answer": "yes", "reward": 0.0, "reason": "error",
+        "exception": "KeyError: 'x' (reward.py:4)", "extras": {}, "length": 1, "truncated": False,
+        "truncated_by": None, "version": 10, "version_step": 0, "replica": "rollout-1",
         "spans": [
             {"replica": "rollout-1", "weight_version": 10, "version_step": 0, "num_tokens": 1}
         ],
         "status": "trained",
-    }
+    }  # fmt: skip
     (cut,) = find_samples(run, SampleFilter(step=3, worst=1), decode)
     assert (cut.truncated, cut.step, cut.row.version_step) == (True, 3, 1)
     ended = cut._replace(row=cut.row._replace(finish_reason="max-turns"))

@@ -145,23 +145,6 @@ def test_drain_while_a_batch_is_trained_completes_it() -> None:
     assert bench.state.ledger.groups.trained == 1 and books_closed(bench)
 
 
-def published_without_a_replica(bench: Bench) -> None:
-    for name in ("node-0", "store-0", "relay-0", "trainer-0"):
-        bench.join(name)
-    for name in ("store-0", "relay-0", "trainer-0"):
-        bench.ready(name)
-    bench.publish(0, 0)
-    assert bench.state.phase == "running"
-
-
-def test_start_without_a_replica_ends_the_run_in_time() -> None:
-    """The weights are there, and nobody would ever ask for them."""
-    bench = small()
-    published_without_a_replica(bench)
-    bench.wait(bench.settings.start_timeout_ms)
-    assert bench.state.failure.endswith("missing rollout")
-
-
 @pytest.mark.parametrize("draining", [False, True])
 def test_stop_at_once_neither_completes_the_step_nor_exports(draining: bool) -> None:
     """Ctrl-C for the second time, or without a first: everybody stops when the books are closed."""
@@ -225,27 +208,30 @@ def test_drain_while_ending_changes_nothing(phase: str) -> None:
     assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
 
 
-def test_start_that_does_not_come_about_names_what_is_missing() -> None:
-    """The relay never came: the reason says so and names nobody who is there."""
-    bench = small(start_timeout_ms=60_000)
-    for name in ("node-0", "store-0", "trainer-0", "rollout-0"):
-        bench.join(name)
-        if name != "node-0":
-            bench.ready(name)
-    bench.wait(60_000)
-    assert bench.state.failure == "not started within 60000 ms: missing relay"
-    bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
-
-
-def test_start_that_waits_for_the_first_weights_says_so() -> None:
+@pytest.mark.parametrize(
+    ("lacking", "published", "said"),
+    [
+        ("relay-0", False, "relay"),
+        ("", False, "the first weights to be published"),
+        ("rollout-0", True, "rollout"),
+    ],
+)
+def test_start_that_does_not_come_about_names_what_is_missing(
+    lacking: str, published: bool, said: str
+) -> None:
+    """And nobody who is there; also when the weights are out and nobody would ask for them."""
     bench = small(start_timeout_ms=60_000)
     for name in ("node-0", "store-0", "relay-0", "trainer-0", "rollout-0"):
-        bench.join(name)
-        if name != "node-0":
-            bench.ready(name)
+        if name != lacking:
+            bench.join(name)
+            if name != "node-0":
+                bench.ready(name)
+    if published:
+        bench.publish(0, 0)
     bench.wait(60_000)
-    assert "the first weights to be published" in bench.state.failure
+    assert bench.state.failure == f"not started within 60000 ms: missing {said}"
+    bench.stop()
+    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
 
 
 @pytest.mark.parametrize("name", ["trainer-0", "relay-0"])
@@ -265,24 +251,6 @@ def test_loss_of_a_single_role_ends_the_run_with_closed_books(name: str) -> None
     assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
     assert books_closed(bench)
     assert set(bench.state.ledger.trajectories.dropped) == {"run-ended"}
-
-
-def test_trainer_that_cannot_go_on_gives_its_reason_and_user_errors_exit_2() -> None:
-    """A mistake in the model's path is the user's; out of memory is not."""
-    for user_error, code in ((True, 2), (False, 1)):
-        bench = small()
-        bench.start()
-        bench.say("trainer-0", ev.ActorFailed(reason="no such model", user_error=user_error))
-        assert bench.state.failure == "trainer-0: no such model"
-        assert bench.state.exit_code == code
-
-
-def test_last_replica_that_is_not_restarted_ends_the_run() -> None:
-    """Its node gave up restarting it."""
-    bench = small()
-    bench.start()
-    bench.kill(restarting=False)
-    assert bench.state.failure.startswith("no replica is left: rollout-0")
 
 
 def test_last_replica_that_never_comes_back_ends_the_run() -> None:
@@ -315,47 +283,20 @@ def test_export_that_hangs_ends_the_run() -> None:
     assert bench.state.failure == "trainer-0 did not finish ExportModel in time"
 
 
-def test_export_with_other_weights_ends_the_run() -> None:
-    """The file system gave back other bytes than were written: nobody may take that model."""
+@pytest.mark.parametrize("failed", [False, True])
+def test_export_with_other_weights_ends_the_run(failed: bool) -> None:
+    """The file system gave back other bytes than were written: nobody may take that model. It is no
+    second failure of a run that has failed."""
     bench = small()
     to_the_export(bench)
-    published = ev.WeightsPublished(
-        version=bench.state.export_version,
-        step=bench.state.steps_completed,
-        digest="x",
-        num_bytes=4,
-        held=(),
-    )
-    bench.say("relay-0", published)
-    assert "digest x" in bench.state.failure
+    if failed:
+        bench.kill("store-0", restarting=False)
+    reason, version = bench.state.failure, bench.state.export_version
+    other = ev.WeightsPublished(version=version, step=2, digest="x", num_bytes=4, held=())
+    bench.say("relay-0", other)
     assert bench.state.exit_code == 1
-
-
-def test_export_with_other_weights_is_no_second_failure() -> None:
-    bench = small()
-    to_the_export(bench)
-    bench.kill("store-0", restarting=False)
-    reason = bench.state.failure
-    published = ev.WeightsPublished(
-        version=bench.state.export_version,
-        step=bench.state.steps_completed,
-        digest="x",
-        num_bytes=4,
-        held=(),
-    )
-    bench.say("relay-0", published)
-    assert bench.state.failure == reason != ""
-    assert bench.state.ignored["WeightsPublished: run-ending"] == 1
-
-
-def test_first_reason_of_a_failure_is_kept() -> None:
-    """What follows from a failure is not its reason."""
-    bench = small()
-    bench.start()
-    bench.kill("relay-0", restarting=False)
-    reason = bench.state.failure
-    bench.kill("trainer-0", restarting=False)
-    assert bench.state.failure == reason
+    assert bench.state.failure == reason if failed else "digest x" in bench.state.failure
+    assert bench.state.ignored == ({"WeightsPublished: run-ending": 1} if failed else {})
 
 
 def test_actor_that_does_not_say_goodbye_is_not_waited_for_for_ever() -> None:

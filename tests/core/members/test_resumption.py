@@ -204,13 +204,15 @@ def stopped(bench: Bench) -> None:
 
 def stopped_at_once(bench: Bench) -> None:
     bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
+    leave(bench)
+    assert bench.state.phase == Phase.ENDED and bench.state.exit_code == 130
+
+
+def leave(bench: Bench) -> None:
+    """All that live, one of them without a word."""
     assert bench.state.phase == Phase.STOPPING
     for name in [a.name for a in bench.state.actors.values() if a.alive]:
-        if name == "relay-0":
-            bench.silent(name)
-        else:
-            bench.say(name, ev.ActorLeft())
-    assert bench.state.phase == Phase.ENDED and bench.state.exit_code == 130
+        bench.silent(name) if name == "relay-0" else bench.say(name, ev.ActorLeft())
 
 
 @pytest.mark.parametrize("name", ["rollout-0", "trainer-0", "store-0"])
@@ -220,8 +222,7 @@ def test_a_mistake_of_the_user_found_after_the_start_ends_a_run_that_resumes(nam
     before = set(bench.state.trajectories)
     bench.say(name, ev.ActorFailed(reason="loss: f of l.py raised", user_error=True))
     assert (bench.state.phase, bench.state.exit_code) == (Phase.STOPPING, 2)
-    for other in [a.name for a in bench.state.actors.values() if a.alive]:
-        bench.silent(other) if other == "relay-0" else bench.say(other, ev.ActorLeft())
+    leave(bench)
     assert bench.state.failure == f"{name}: loss: f of l.py raised"
     assert not resumption.is_run_over(bench.state) and set(bench.state.trajectories) == before
     resumed(bench, asked=True)

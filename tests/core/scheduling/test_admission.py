@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from laminar.core.repack.stragglers import released_max
 from laminar.core.scheduling.admission import (
     bound_holds,
@@ -24,18 +26,13 @@ def test_bound_counts_from_the_batch_before_the_next_one() -> None:
     assert bound_holds({}, chosen=5, groups_per_step=2)
 
 
-def test_staleness_zero_starts_exactly_one_batch() -> None:
-    """On-policy, with room for eight groups: only the two of the first batch begin."""
-    bench = Bench(max_staleness=0, groups_per_version=8, capacity=16)
+@pytest.mark.parametrize(("max_staleness", "groups"), [(0, 2), (2, 6)])
+def test_one_batch_more_than_the_bound_is_begun(max_staleness: int, groups: int) -> None:
+    """With room for eight groups; the weights of step 0 may serve batches 0, 1 and 2."""
+    bench = Bench(max_staleness=max_staleness, groups_per_version=8, capacity=16)
     started = only(cmd.GenerateTrajectory, bench.start())
-    assert {c.group for c in started} == {"0.0", "0.1"}
-    assert len(started) == 4
-
-
-def test_staleness_two_starts_three_batches() -> None:
-    """The weights of step 0 may serve batches 0, 1 and 2, so six groups begin and no seventh."""
-    bench = Bench(max_staleness=2, groups_per_version=8, capacity=16)
-    assert len({c.group for c in only(cmd.GenerateTrajectory, bench.start())}) == 6
+    assert {c.group for c in started} == {f"0.{number}" for number in range(groups)}
+    assert len(started) == 2 * groups
 
 
 def test_on_policy_dispatches_nothing_between_choice_and_new_weights() -> None:

@@ -106,22 +106,6 @@ def test_lost_answers_run_again_on_the_same_version() -> None:
     assert bench.state.ledger.groups.dropped == {"replica-lost": 2}
 
 
-def test_version_missing_before_it_was_pinned_moves_to_the_newest() -> None:
-    """The only replica with the version dies, and the relay had evicted it before the pin came:
-    the evaluation begins again, all of it, on the newest version."""
-    bench = evaluated(val_before_train=True, num_eval=2, max_staleness=1)
-    bench.start()
-    bench.complete("0.0")
-    bench.train(publish=False)
-    bench.publish(1, 1, held=(1,))
-    commands = bench.kill()
-    commands += bench.come_back()
-    assert [(c.version, c.exact) for c in only(cmd.PullWeights, commands)] == [(1, False)]
-    assert {(c.version, c.row_index) for c in asked(bench.load_all())} == {(1, 0), (1, 1)}
-    answer_all(bench)
-    assert [(r.version, r.total, r.correct) for r in bench.state.evaluations] == [(1, 2, 2)]
-
-
 def test_evaluation_of_the_newest_version_stays_until_the_chain_brings_it() -> None:
     """Of two machines one has version 1, and its replica has answered one of three prompts when it
     is lost: the other replica is empty and would have no other version to go on with."""
@@ -163,9 +147,11 @@ def test_open_answers_are_given_up_with_their_version() -> None:
     bench.train(publish=False)
     bench.finish("e0.0.0")
     bench.publish(1, 1, held=(1,))
-    bench.kill()
-    bench.come_back()
+    commands = bench.kill() + bench.come_back()
+    assert [(c.version, c.exact) for c in only(cmd.PullWeights, commands)] == [(1, False)]
     assert {(c.version, c.row_index) for c in asked(bench.load_all())} == {(1, 0), (1, 1)}
+    answer_all(bench)
+    assert [(r.version, r.total, r.correct) for r in bench.state.evaluations] == [(1, 2, 2)]
     bench.write_ends()
     dropped = bench.state.ledger.groups.dropped
     assert (dropped["version-missing"], dropped["replica-lost"]) == (1, 1)

@@ -111,14 +111,6 @@ def test_a_process_lost_while_it_ends_does_not_hide_the_reason() -> None:
     assert (scores.bench.state.phase, scores.bench.state.exit_code) == ("ended", 1)
 
 
-def test_half_is_not_too_much_more_is() -> None:
-    scores = Scores()
-    scores.all("oe" * 30)
-    assert not scores.ending
-    scores.all("e")
-    assert scores.ending
-
-
 def test_a_reward_that_breaks_late_ends_the_run_within_the_window() -> None:
     """After a thousand good scores, half a window of failures is enough: 4 batches are judged."""
     scores = Scores()

@@ -12,6 +12,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.names import ids
 from laminar.names.ids import GroupId
+from tests.core.scheduling.test_evaluation import answer_all
 from tools.kit.bench import Bench, only
 
 NAME = "trainer-0"
@@ -291,7 +292,7 @@ def test_one_that_hangs_is_restarted(when: str) -> None:
 def test_its_own_failure_is_a_loss_and_a_mistake_of_the_user_is_the_end() -> None:
     bench = run(1)
     bench.say(NAME, ev.ActorFailed(reason="out of memory", user_error=False))
-    assert not bench.state.failure and keys_of_rejoin(bench)
+    assert not bench.state.failure and f"rejoin:{NAME}" in bench.state.timers
     come_back(bench)
     bench.say(NAME, ev.ActorFailed(reason="no such model", user_error=True))
     assert bench.state.exit_code == 2
@@ -309,10 +310,6 @@ def test_with_another_loss_of_the_user_the_run_ends() -> None:
         assert bool(bench.state.failure) == (digest == "d2")
     said = "trainer-0: loss: its file now has digest d2, but the run began with d1"
     assert said in bench.state.failure and bench.state.exit_code == 2
-
-
-def keys_of_rejoin(bench: Bench) -> list[str]:
-    return [name for name in bench.state.timers if name == f"rejoin:{NAME}"]
 
 
 def test_lost_again_while_it_does_a_step_again() -> None:
@@ -382,42 +379,21 @@ def test_drained_while_it_is_away_the_batch_is_completed() -> None:
 
 
 def evaluate(bench: Bench) -> None:
-    """Every held-out answer that is under way is finished and scored."""
-    for trajectory in list(bench.state.trajectories.values()):
-        if trajectory.id.startswith("e") and trajectory.status in ("dispatched", "running"):
-            bench.finish(trajectory.id)
-            bench.reward(trajectory.id)
+    answer_all(bench)
     bench.write_ends()
 
 
-def publish_owed(bench: Bench, step: int, digest: str) -> None:
-    """The trainer hands over what it was ordered to, and the relay keeps nothing older."""
-    order = only(cmd.PublishWeights, bench.commands)[-1]
-    bench.step_of[order.version] = step
-    held = (order.version,)
-    bench.say(
-        "relay-0",
-        ev.WeightsPublished(
-            version=order.version, step=step, digest=digest, num_bytes=4, held=held
-        ),
-    )
-
-
-def export_other(bench: Bench, digest: str) -> None:
-    """The export that was ordered last is made, of these bytes."""
-    order = only(cmd.ExportModel, bench.commands)[-1]
+def hand_over(bench: Bench, kind: type[cmd.PublishWeights | cmd.ExportModel], digest: str) -> None:
+    """The trainer hands over what it was ordered to last, of these bytes; its relay keeps nothing
+    older."""
+    order = only(kind, bench.commands)[-1]
     bench.step_of[order.version] = order.step
-    bench.say(
-        "relay-0",
-        ev.WeightsPublished(
-            version=order.version,
-            step=order.step,
-            digest=digest,
-            num_bytes=4,
-            held=(order.version,),
-        ),
+    published = ev.WeightsPublished(
+        version=order.version, step=order.step, digest=digest, num_bytes=4, held=(order.version,)
     )
-    bench.say(NAME, ev.ModelExported(version=order.version, path="export"))
+    bench.say("relay-0", published)
+    if isinstance(order, cmd.ExportModel):
+        bench.say(NAME, ev.ModelExported(version=order.version, path="export"))
 
 
 def exported_run() -> Bench:
@@ -455,8 +431,8 @@ def test_an_export_that_is_lost_and_cannot_be_made_again_is_followed_by_another(
     bench.join("relay-0", "b")
     (publish,) = only(cmd.PublishWeights, bench.ready("relay-0"))
     assert bench.state.phase == "exporting" and (publish.version, publish.step) == (3, 1)
-    publish_owed(bench, 1, "other bytes")
-    export_other(bench, "other bytes")
+    hand_over(bench, cmd.PublishWeights, "other bytes")
+    hand_over(bench, cmd.ExportModel, "other bytes")
     assert bench.state.phase == "final-evaluation" and bench.state.export_version == 4
     if bench.pull_of("rollout-0") is not None:
         bench.load_all()
@@ -473,8 +449,8 @@ def test_an_export_that_never_reached_its_relay_is_made_again_of_other_bytes() -
     come_back(bench)
     (publish,) = only(cmd.PublishWeights, repeated(bench, "other bytes"))
     assert (publish.version, bench.state.export_version) == (3, -1)
-    publish_owed(bench, 1, "other bytes")
-    export_other(bench, "other bytes")
+    hand_over(bench, cmd.PublishWeights, "other bytes")
+    hand_over(bench, cmd.ExportModel, "other bytes")
     bench.load_all()
     evaluate(bench)
     assert finals(bench)[-1] == (4, True) and bench.state.phase == "stopping"
@@ -492,7 +468,7 @@ def test_the_evaluation_of_an_export_that_is_made_again_is_not_the_last_one() ->
     evaluate(bench)
     assert finals(bench) == [(2, False)]
     assert [order.version for order in only(cmd.ExportModel, bench.commands)] == [2, 3]
-    export_other(bench, "d1")
+    hand_over(bench, cmd.ExportModel, "d1")
     bench.load_all()
     evaluate(bench)
     assert finals(bench) == [(2, False), (3, True)] and bench.state.phase == "stopping"

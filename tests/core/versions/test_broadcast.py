@@ -369,15 +369,6 @@ def test_head_lost_during_the_last_evaluation_gets_the_export_again() -> None:
     assert order.version == 2
 
 
-def test_head_that_does_not_come_back_ends_the_run() -> None:
-    bench = started()
-    bench.kill("relay-0")
-    bench.wait(bench.settings.start_timeout_ms)
-    assert bench.state.failure == (
-        "the trainer's machine has no relay: relay-0 was restarted and never joined"
-    )
-
-
 # --- machines -------------------------------------------------------------------------------------
 
 
@@ -408,13 +399,6 @@ def test_machine_without_a_relay_is_waited_for() -> None:
     assert not bench.state.failure
     bench.wait(bench.settings.start_timeout_ms)
     assert bench.state.failure.startswith("no replica is left: relay-1")
-
-
-def test_lost_machine_takes_its_processes_with_it_and_the_run_goes_on() -> None:
-    bench = started()
-    assert forwarded(bench.silent("node-1")) == [("relay-0", "relay-2")]
-    assert not any(bench.state.is_actor_alive(n) for n in ("node-1", "relay-1", "rollout-1.0"))
-    assert not bench.state.failure
 
 
 # --- slow ones ------------------------------------------------------------------------------------
