@@ -66,12 +66,6 @@ def test_overrides_keep_their_order_so_that_the_last_one_wins(
         assert parsed(line).overrides == overrides
 
 
-def test_the_last_of_repeated_overrides_counts() -> None:
-    overrides = parsed("seed=1 model.name=m --seed 3 data.dataset=gcd --max-steps 4").overrides
-    config = load_config([], overrides)
-    assert (config.seed, config.trainer.total_training_steps) == (3, 4)
-
-
 @pytest.mark.parametrize("name", ["2026-01-01", "1e3", "007", "true", "1_000", "12:30:00"])
 def test_what_is_a_string_is_taken_as_it_was_typed(name: str) -> None:
     overrides = ["model.name=m", "data.dataset=gcd", f"run.name={name}"]

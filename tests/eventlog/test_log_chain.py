@@ -122,14 +122,6 @@ def test_commit_is_one_append_and_one_sync_and_flush_no_sync() -> None:
     assert disk.calls == before + 4
 
 
-def test_nothing_is_written_before_flush() -> None:
-    disk = MemoryDisk()
-    writer = begin(disk)
-    size = disk.get_size(FIRST)
-    writer.append(event(1))
-    assert disk.get_size(FIRST) == size
-
-
 def test_rotation_goes_on_in_a_new_segment_without_a_gap() -> None:
     disk = MemoryDisk()
     writer = begin(disk, segment_bytes=MAX_HEADER_BYTES)

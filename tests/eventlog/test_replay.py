@@ -144,11 +144,6 @@ def test_altered_event_leads_to_another_decision(records: list[Record]) -> None:
     assert found.difference is not None and "GenerateTrajectory" in difference(found)
 
 
-def test_decision_that_was_left_out_is_found(records: list[Record]) -> None:
-    found = replay_records(log_of(changed(records, DecisionRecord, lambda record: None)))
-    assert found.difference is not None
-
-
 def test_last_decision_of_an_event_that_was_left_out_is_found(records: list[Record]) -> None:
     """Not at the end of the log: another event follows."""
     last = [

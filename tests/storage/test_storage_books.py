@@ -186,29 +186,6 @@ def test_a_missing_and_a_changed_file_are_noticed(path):
     assert ["missing" in problem for problem in books.check_integrity(path)] == [True]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("0.0.0", Expected("trained", "", 4, 4)),
-        ("0.0.0", Expected("dropped", "", 3, 4)),
-        ("0.0.1", Expected("dropped", "x", 2, 3)),
-        ("0.0.1", Expected("dropped", "batch-timeout", 2, 4)),
-        ("0.9.9", Expected(None, None, None, 0)),
-    ],
-)
-def test_another_account_is_noticed(path, name, expected):
-    (problem,) = compare(EXPECTED | {name: expected}, path)
-    assert f"trajectory {name}" in problem
-    (problem,) = compare({k: v for k, v in EXPECTED.items() if k != "0.0.0"}, path)
-    assert "trajectory 0.0.0" in problem
-
-
-def test_rows_come_by_id(path):
-    rows = list(trajectory_rows(path))
-    assert [row.id for row in rows] == sorted(EXPECTED)
-    assert {row.id: row.num_tokens for row in rows}["e0.1.0"] == 10_000
-
-
 def test_a_live_store_is_read_as_of_one_moment(path):
     database = filled(path)
     with books.open_tables(path) as tables:

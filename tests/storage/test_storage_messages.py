@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import typing
 
 import msgspec
@@ -39,30 +38,11 @@ REQUESTS = [
     m.RemovePayloads(before_step=20, keep_bytes=1000),
     m.Stats(),
 ]
-TAGS = [
-    "open",
-    "append",
-    "finish",
-    "intend",
-    "continue",
-    "fetch",
-    "put-rewards",
-    "put-rewards",
-    "end",
-    "sample-prompts",
-    "remove-payloads",
-    "stats",
-]
 
 
-@pytest.mark.parametrize(("request_", "tag"), list(zip(REQUESTS, TAGS, strict=True)))
-def test_requests_come_back_under_their_tags(request_, tag):
-    data = m.encode(request_)
-    assert m.decode_request(data) == request_
-    assert msgspec.msgpack.decode(data)["type"] == tag
-
-
-def test_every_request_type_is_tested_here():
+def test_requests_come_back():
+    for request in REQUESTS:
+        assert m.decode_request(m.encode(request)) == request
     assert {type(request) for request in REQUESTS} == set(typing.get_args(m.Request))
 
 
@@ -72,12 +52,6 @@ def test_replies_come_back():
     assert msgspec.msgpack.decode(m.encode(m.ErrorReply(reason="x")))["type"] == "error-reply"
     with pytest.raises(m.StoreWireError):
         m.decode_request(m.encode(reply))
-
-
-def test_a_score_comes_back_to_the_bit():
-    score = math.nextafter(0.1, 1)
-    item = m.decode_request(m.encode(reward("0.0.0", score))).items[0]
-    assert item.reward.hex() == score.hex() != (0.1).hex()
 
 
 def test_a_prompt_comes_back():

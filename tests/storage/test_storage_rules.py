@@ -12,18 +12,9 @@ from laminar.storage.rules import Chunk, Row
 from tools.kit.store_samples import floats, ints
 
 ASKED = Row(
-    "0.0.0",
-    "0.0",
-    0,
-    "train",
-    7,
-    attempt=1,
-    placement=3,
-    replica="rollout-1",
-    weight_version=5,
-    version_step=4,
-    temperature=0.7,
-)
+    "0.0.0", "0.0", 0, "train", 7, attempt=1, placement=3,
+    replica="rollout-1", weight_version=5, version_step=4, temperature=0.7,
+)  # fmt: skip
 HELD = ASKED._replace(segments=1, segment_tokens=2, num_tokens=2)
 OTHER = rules.Source("rollout-7", 5, 4)
 CHUNK = Chunk(0, 2, ints(1, 2), floats(-1, -2), HELD.source)
@@ -156,11 +147,9 @@ def test_only_the_holder_writes(row, placement, answer):
     [(0, 2, True), (1, 0, False), (0, 3, False), (0, 0, False), (1, 1, False), (2, 0, False)],
 )
 def test_chunks_follow_one_another(segment, offset, accepted):
+    """The next segment is of the turn after an answer."""
     chunk = CHUNK._replace(segment=segment, offset=offset)
     assert rules.judge_append(HELD, 3, chunk, None).changes is accepted
-
-
-def test_the_next_segment_is_of_the_turn_after_an_answer():
     answered = HELD._replace(turns=1)
     assert rules.judge_append(answered, 3, CHUNK._replace(segment=1, offset=0), None).changes
     assert not rules.judge_append(answered, 3, CHUNK._replace(segment=2, offset=0), None).changes
@@ -301,9 +290,3 @@ def test_spans_join_what_one_source_sampled_in_a_row():
     found = rules.compute_spans(HELD, chunks)
     assert found == ((*HELD.source, 3), (*OTHER, 4), (*HELD.source, 1))
     assert rules.compute_spans(HELD, []) == ()
-
-
-@pytest.mark.parametrize("score", [0.1, -0.0, 1e300, 5e-324])
-def test_a_score_keeps_its_bits(score):
-    bits = rules.encode_reward(score)
-    assert struct.pack("<d", rules.decode_reward(bits)) == bits == struct.pack("<d", score)

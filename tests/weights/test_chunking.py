@@ -12,15 +12,6 @@ GB = 10**9
 PER_BYTE, START = 1 / 10e9, 50e-6
 
 
-def test_time_is_that_of_the_closed_form() -> None:
-    p, k, size = 9, 300, 14 * GB
-    closed = (
-        size * PER_BYTE + (p - 2) * START + k * START + (p - 2) * size / k * PER_BYTE
-    )  # the product, multiplied out
-    assert estimate_broadcast_s(p, k, size, PER_BYTE, START) == pytest.approx(closed)
-    assert estimate_broadcast_s(2, 1, size, PER_BYTE, 0.0) == pytest.approx(1.4)
-
-
 @pytest.mark.parametrize(("machines", "size"), [(5, 256 << 20), (9, 1 << 30), (65, 2 * GB)])
 def test_the_chunk_is_the_best_one_within_its_limits(machines: int, size: int) -> None:
     best_k = math.sqrt((machines - 2) * size * PER_BYTE / START)

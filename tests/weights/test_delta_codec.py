@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 import xxhash
 import zstandard
 from hypothesis import given, settings
@@ -23,9 +22,6 @@ from laminar.weights.delta.codec import (
     encode_blocks,
     is_worthwhile,
 )
-from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import compute_checksums
-from laminar.weights.version.tensors import write_tensors
 
 STALE = 0xAA  #: what an earlier version left in a slot
 
@@ -147,21 +143,6 @@ def test_one_step_of_small_changes_is_a_hundred_times_smaller() -> None:
     assert sum(len(block.payload) for block in blocks) * 100 < base.nbytes
 
 
-def test_digest_of_a_rebuilt_version() -> None:
-    """Through the layout of a slot, padding included."""
-    shapes = [("embed", (70, 50)), ("scale", ()), ("norm", (33,))]
-    specs = mf.make_layout(shapes, "bfloat16")
-    total = mf.check_tensors(specs)
-    tensors = {name: torch.randn(shape) for name, shape in shapes}
-    slots = np.full((3, total), STALE, dtype=np.uint8)
-    write_tensors(slots[0], specs, tensors.items())
-    tensors = {name: tensor * 1.01 for name, tensor in tensors.items()}
-    write_tensors(slots[1], specs, tensors.items())
-    for block in encode_blocks(slots[0], slots[1], 2):
-        apply_block(block, slots[0], slots[2])
-    assert compute_checksums(slots[2], total, 64) == compute_checksums(slots[1], total, 64)
-
-
 def test_views_that_are_not_aligned() -> None:
     base, new = np.zeros(4099, np.uint8)[1:], noise(4099)[1:]
     check_round_trip(base, new, 2)
@@ -209,16 +190,6 @@ MIB = 1 << 20
 )
 def test_pays(encoded: int, covered: int, total: int, worth: bool) -> None:
     assert is_worthwhile(encoded, covered, total) is worth
-
-
-def test_what_changed_everywhere_is_given_up_after_two_blocks() -> None:
-    total = 5 * 2 * codec.BLOCK_ELEMENTS
-    encoded = covered = count = 0
-    for block in encode_blocks(noise(total, 1), noise(total, 2), 2):
-        encoded, covered, count = encoded + len(block.payload), covered + block.nbytes, count + 1
-        if not is_worthwhile(encoded, covered, total):
-            break
-    assert count == 2
 
 
 # --- damaged and hostile blocks -----------------------------------------------------------------

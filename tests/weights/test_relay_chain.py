@@ -290,16 +290,6 @@ def test_two_ranks_on_two_machines_publish_one_version(cluster: Cluster) -> None
     assert a.status().bytes_received < SIZE  # only what it lacked
 
 
-def test_a_relay_without_a_slot_is_owed_the_newest_version(cluster: Cluster) -> None:
-    a, b = cluster.relay("a"), cluster.relay("b", grants=False)
-    a.set_successor(1, b)
-    for version in range(1, 5):
-        digest, _ = a.publish(version, CHUNK)
-    b.wait_for(lambda r: isinstance(r, SlotWanted))
-    b.allow_grants()
-    check(b, 4, digest)
-
-
 def test_deltas_go_down_the_chain_and_fall_back_to_chunks(cluster: Cluster) -> None:
     cluster.fill, cluster.options = sparse_fill, PlaneOptions(delta_bytes_max=SIZE)
     a, b, c = cluster.chain("abc")
@@ -318,12 +308,3 @@ def test_deltas_go_down_the_chain_and_fall_back_to_chunks(cluster: Cluster) -> N
         check(relay, 2, digest)
     assert troubles(b) == ["wrong-delta"] and troubles(c) == []
     assert b.status().bytes_received < SIZE * 1.1 + 2 * CHUNK  # one chunk, not the version
-
-
-def test_relays_of_another_run_are_refused(cluster: Cluster) -> None:
-    a, stranger = cluster.relay("a"), cluster.relay("b", run="another")
-    a.set_successor(1, stranger)
-    trouble = a.wait_for(lambda r: isinstance(r, Trouble)).report
-    assert (trouble.kind, trouble.peer) == ("refused", "b")
-    assert "not belong to run bench" in trouble.detail
-    assert stranger.status().refused["other-run"] >= 1

@@ -152,60 +152,6 @@ def test_ends_are_told_to_the_step() -> None:
     assert batch.preempted == stepper.preempted > 0
 
 
-def test_the_cache_holds_what_runs_and_no_more() -> None:
-    batch = TimedBatch(TIMING, 64)
-    for number in range(40):
-        batch.add(str(number), 3, 0, 100, 0.0)
-    batch.advance_to(0.0)
-    while batch.running:
-        assert batch.cached <= TIMING.cache_tokens
-        batch.advance_to(batch.next_ns)
-    assert batch.cached == 0 and batch.sampled == 40 * 100 and batch.preempted > 0
-    assert batch.prefilled > 40 * 3
-
-
-def test_who_was_admitted_last_gives_its_cache_up() -> None:
-    timing = EngineTiming(cache_tokens=100)
-    batch = TimedBatch(timing, 8)
-    for name in ("first", "second", "third"):
-        batch.add(name, 0, 0, 90, 0.0)
-    batch.advance_to(0.0)
-    batch.advance_to(batch.next_ns)
-    assert (batch.running, batch.waiting, batch.preempted) == (2, 1, 1)
-    third = batch.count_tokens("third")
-    batch.advance_to(batch.next_ns)
-    assert (batch.running, batch.waiting, batch.preempted) == (1, 2, 2)
-    assert batch.count_tokens("third") == third < batch.count_tokens("second")
-
-
-def test_everybody_waits_for_a_prefill() -> None:
-    """A second of prefill, and nobody gets a token in it."""
-    timing = EngineTiming(step_us=1e6, sequence_us=0, prefill_tokens_per_s=1, cache_tokens=1_000)
-    batch = TimedBatch(timing, 8)
-    batch.add("here", 0, 0, 50, 0.0)
-    batch.advance_to(10e9)
-    batch.add("comes", 5, 3, 50, 10e9)
-    batch.advance_to(19e9 - 1)  # a step, 10 to 11 s; 8 s of prefill; the step after it
-    assert (batch.count_tokens("here"), batch.count_tokens("comes")) == (11, 3)
-    batch.advance_to(20e9)
-    assert (batch.count_tokens("here"), batch.count_tokens("comes")) == (12, 4)
-    assert batch.prefilled == 8
-
-
-def test_what_runs_is_prefilled_again_when_its_cache_is_given_up() -> None:
-    timing = EngineTiming(step_us=1e6, sequence_us=0, prefill_tokens_per_s=1, cache_tokens=1_000)
-    batch = TimedBatch(timing, 1)
-    batch.add("here", 5, 0, 50, 0.0)  # 5 s of prefill, then a step
-    batch.add("waits", 0, 0, 50, 0.0)
-    batch.advance_to(8e9)
-    assert batch.count_tokens("here") == 3
-    batch.prefill_again(8e9)
-    batch.advance_to(17e9 - 1)  # 8 tokens are prefilled, and the step after it
-    assert (batch.count_tokens("here"), batch.prefilled, batch.preempted) == (3, 13, 0)
-    batch.advance_to(17e9)
-    assert (batch.count_tokens("here"), batch.running, batch.waiting) == (4, 1, 1)
-
-
 def test_a_response_longer_than_the_cache_runs_alone() -> None:
     batch = TimedBatch(EngineTiming(cache_tokens=50), 8)
     batch.add("long", 0, 0, 200, 0.0)

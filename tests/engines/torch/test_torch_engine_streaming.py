@@ -157,25 +157,6 @@ def test_what_is_taken_back_leaves_the_others_as_they_are() -> None:
         assert output.tokens == expected[name].tokens
 
 
-def test_a_stream_that_is_given_up_leaves_nothing_for_the_load_after_it() -> None:
-    """Half the layers of another model are in the cache of the same prompts."""
-    model, other = build("qwen2"), build("qwen2", seed=1)
-    expected = whole(model)[1]
-    engine = blank(model)
-    engine.expect_weights()
-    for item in REQUESTS:
-        engine.add(item)
-    engine.load_partial(in_order(other)[:20], last=False)
-    for item in REQUESTS:
-        engine.abort_request(item.request_id)
-    engine.load_weights(model.named_parameters())
-    for item in REQUESTS:
-        engine.add(item)
-    assert {n: o.tokens for n, o in finish(engine).items()} == {
-        n: o.tokens for n, o in expected.items()
-    }
-
-
 @pytest.mark.parametrize("at", [20, 1_000])
 def test_what_is_not_finite_in_a_stream_does_not_outlive_it(at: int) -> None:
     """One damaged weight can fill the cache with NaNs; a masked NaN is a NaN."""

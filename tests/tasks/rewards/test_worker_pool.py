@@ -186,12 +186,6 @@ async def test_a_call_that_runs_too_long_is_a_timeout(spec, counted, what):
     assert counted.read_text().split() == ["pid", what, "pid"]  # a timeout is not tried again
 
 
-async def test_a_timeout_concerns_one_response_only(spec):
-    async with pool_of(spec, timeout_s=LIMIT_S) as pool:
-        results = await pool.compute_rewards(call("right", "sleep", "wrong"))
-    assert summary(results) == [(1.0, "ok"), (-1.0, "timeout"), (0.0, "ok")]
-
-
 async def test_what_the_function_started_dies_with_it(spec, tmp_path):
     async with pool_of(spec, timeout_s=LIMIT_S, max_retries=0) as pool:
         assert summary(await pool.compute_rewards(call(f"child {tmp_path / 'pid'}"))) == [
