@@ -17,12 +17,7 @@ from laminar.actors.trainer import PROBE_TOLERANCE, make_probe, probe_sequences
 from laminar.actors.weight_loader import find_probe_failure_reason, probe_difference, source_of
 from laminar.config import Config, load_config
 from laminar.engines.build import start_engine
-from laminar.engines.protocol import (
-    GenerateRequest,
-    ReplicaEngine,
-    TokenDelta,
-    WeightSource,
-)
+from laminar.engines.protocol import GenerateRequest, ReplicaEngine, TokenDelta, WeightSource
 from laminar.names.ids import hash64
 from laminar.storage.rules import Source, TokenSpan
 from laminar.training.learner import Learner, StepResult

@@ -339,10 +339,7 @@ def test_the_async_section_keeps_its_name() -> None:
             ["store.payload_gb = 2", "trainer.save_freq = 0"],
         ),
         ([*GOOD, "coordinator.log_keep_mb=-1"], ["coordinator.log_keep_mb", "at least 0"]),
-        (
-            [*GOOD, "reward.max_error_share=50"],
-            ["reward.max_error_share", "50", "from 0 to 1"],
-        ),
+        ([*GOOD, "reward.max_error_share=50"], ["reward.max_error_share", "50", "from 0 to 1"]),
         ([*GOOD, "reward.kind=custom"], ["reward.custom_reward_function.path"]),
         ([*GOOD, "run.name=a/b"], ["run.name", "'a/b'", "run.output_dir"]),
         *(
@@ -522,10 +519,7 @@ def test_defaults_count_where_nothing_else_is_said(tmp_path: Path) -> None:
             "loss_mode = 'gsop' is neither one of vanilla, gspo",
         ),
         ({"algorithm.adv_estimator": "gae2"}, "adv_estimator = 'gae2' is neither one of grpo"),
-        (
-            {"rollout.group_size": 1},
-            'at least 2 siblings, and algorithm.adv_estimator = "gae" one',
-        ),
+        ({"rollout.group_size": 1}, 'at least 2 siblings, and algorithm.adv_estimator = "gae" one'),
         (
             {"trainer.critic_warmup": 3},
             "trainer.critic_warmup is for a critic, and algorithm.adv_estimator = 'grpo' has none",

@@ -165,15 +165,9 @@ WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         kinds_of(frames.ServerFrame),
         lambda m: frames.decode_server(frames.encode(m), LIMIT),
     ),
-    "store requests": (
-        kinds_of(store.Request),
-        lambda m: store.decode_request(store.encode(m)),
-    ),
+    "store requests": (kinds_of(store.Request), lambda m: store.decode_request(store.encode(m))),
     "store replies": (kinds_of(store.Reply), lambda m: store.decode_reply(store.encode(m))),
-    "prompts": (
-        (store.PromptPayload,),
-        lambda m: store.decode_prompt(store.encode_prompt(m)),
-    ),
+    "prompts": ((store.PromptPayload,), lambda m: store.decode_prompt(store.encode_prompt(m))),
     "relay requests": (kinds_of(relay.Request), lambda m: relay.decode_request(relay.encode(m))),
     "relay replies": (kinds_of(relay.Reply), lambda m: relay.decode_reply(relay.encode(m))),
     "chain forward": (kinds_of(chain.FromPredecessor), over_the_chain(chain.predecessor_decoder)),

@@ -90,10 +90,7 @@ class EngineMetrics:
         tail = not gauge.waiting and gauge.running <= max_batch
         lengths = {TrajectoryId(t): running.sampled for t, running in self._running.items()}
         return msgspec.structs.replace(
-            gauge,
-            max_batch=max_batch,
-            as_of=self._openings.as_of,
-            lengths=lengths if tail else {},
+            gauge, max_batch=max_batch, as_of=self._openings.as_of, lengths=lengths if tail else {}
         )
 
     def _max_batch(self) -> int:

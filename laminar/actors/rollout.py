@@ -446,11 +446,7 @@ def report_finished(
 
 
 def report_failed(
-    host: Host,
-    command: cmd.GenerateTrajectory,
-    event_seq: int,
-    reason: FailureReason,
-    detail: str,
+    host: Host, command: cmd.GenerateTrajectory, event_seq: int, reason: FailureReason, detail: str
 ) -> None:
     """Report that it cannot be generated: the store refuses it, or its environment is lost."""
     trajectory = command.trajectory_id

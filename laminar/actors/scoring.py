@@ -107,9 +107,7 @@ class Scorer:
             return
         completions = [(self._decode(tokens), tokens) for tokens in map(_decode_token_ids, rows)]
         call = RewardCall(
-            row=prompt_row(rows[0]),
-            completions=completions,
-            step=rows[0].version_step or 0,
+            row=prompt_row(rows[0]), completions=completions, step=rows[0].version_step or 0
         )
         await self.host.hit_failpoint("rollout-score")
         try:

@@ -93,10 +93,7 @@ class RelayClient:
         await self._rpc.close(flush_s)
 
     async def send_request(
-        self,
-        request: relay.Request,
-        *answers: type[RelayAnswer],
-        timeout_s: float = RPC_TIMEOUT_S,
+        self, request: relay.Request, *answers: type[RelayAnswer], timeout_s: float = RPC_TIMEOUT_S
     ) -> RelayAnswer:
         """Return the answer of the relay, or of its successor after a restart.
 

@@ -39,13 +39,7 @@ from laminar.net.calls import RpcError
 from laminar.run.directory import EXPORT_DIR, REFUSED_DIR
 from laminar.storage import messages as store
 from laminar.storage.contents import digest_batch
-from laminar.training.steps import (
-    ModelLayout,
-    Origin,
-    StepResult,
-    TrainSample,
-    iter_contents,
-)
+from laminar.training.steps import ModelLayout, Origin, StepResult, TrainSample, iter_contents
 from laminar.training.trainer_state import CheckpointError, LearnerFacts, ResumeState
 from laminar.weights.version import manifest as mf
 

@@ -124,10 +124,7 @@ class Turns:
 
     async def _store_prompt(self, command: cmd.GenerateTrajectory, tokens: bytes) -> m.Result:
         item = m.ContextItem(
-            trajectory_id=command.trajectory_id,
-            placement=command.placement,
-            turn=0,
-            tokens=tokens,
+            trajectory_id=command.trajectory_id, placement=command.placement, turn=0, tokens=tokens
         )
         reply = await self.store.send_request(m.Continue(items=(item,)), m.ContinueReply)
         return reply.results[0]

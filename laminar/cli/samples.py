@@ -28,9 +28,7 @@ SHOWN = 10
 def add_parser(subparsers: Any) -> None:
     text = "read what the model wrote: prompts, responses, rewards"
     parser = subparsers.add_parser(
-        "samples",
-        help=text,
-        description=f"{text}. By default, training samples, latest first.",
+        "samples", help=text, description=f"{text}. By default, training samples, latest first."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     which = parser.add_mutually_exclusive_group()

@@ -10,12 +10,7 @@ from laminar.config.algorithm import AlgorithmConfig
 from laminar.config.keys import ConfigError, known_keys
 from laminar.config.reading import dump_config, is_key, load_config, read_toml, resolve_config
 from laminar.config.training import OptimConfig
-from laminar.config.tree import (
-    Config,
-    DataConfig,
-    RewardConfig,
-    WeightedFunctionConfig,
-)
+from laminar.config.tree import Config, DataConfig, RewardConfig, WeightedFunctionConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -31,8 +31,7 @@ class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
         str, doc("cap of the weight; 0.5_5.0: a weight outside of these is 0 (IcePop)")
     ] = "2.0"
     rollout_rs: Annotated[
-        str,
-        doc("rules that mask tokens or sequences: seq_mean_k1,token_k2; see docs/training.md"),
+        str, doc("rules that mask tokens or sequences: seq_mean_k1,token_k2; see docs/training.md")
     ] = ""
     rollout_rs_threshold: Annotated[
         str, doc("bounds for each of rollout_rs, or for all: 0.99_1.01 for k1, else one number")

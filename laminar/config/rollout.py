@@ -86,8 +86,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         ),
     ] = "auto"
     groups_per_version: Annotated[
-        Natural,
-        doc("prompts that a replica starts on one version; 0: max_num_seqs / group_size"),
+        Natural, doc("prompts that a replica starts on one version; 0: max_num_seqs / group_size")
     ] = 0
     temperature: Annotated[float, doc("sampling temperature of training responses")] = 1.0
     top_p: Annotated[float, doc("only 1: the trainer could not mirror a filter")] = 1.0
@@ -104,8 +103,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         Seconds, doc("timeout for an engine to get ready; then its process is restarted")
     ] = 900.0
     decode_budget_ms: Annotated[
-        Count | Literal["none"],
-        doc("with repack: the longest decode step of a packed replica"),
+        Count | Literal["none"], doc("with repack: the longest decode step of a packed replica")
     ] = "none"
     max_batch: Annotated[
         Count | Literal["auto"],

@@ -107,8 +107,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
 class AsyncConfig(Section, frozen=True, kw_only=True):
     max_staleness: Annotated[
-        Natural,
-        doc("training steps by which a sample's weights may be behind; 0: on-policy"),
+        Natural, doc("training steps by which a sample's weights may be behind; 0: on-policy")
     ] = 2
 
 
@@ -188,8 +187,7 @@ class EnvConfig(Section, frozen=True, kw_only=True):
         doc("tool calls of a lost session; at-most-once: never repeated; retryable: repeated"),
     ] = "at-most-once"
     max_sessions: Annotated[
-        Natural,
-        doc("sessions of a replica; 0: 2 x (rollout.max_num_seqs + rollout.group_size)"),
+        Natural, doc("sessions of a replica; 0: 2 x (rollout.max_num_seqs + rollout.group_size)")
     ] = 0
     max_turns: Annotated[Count, doc("turns of a response at most")] = 10
     max_context_tokens: Annotated[
@@ -320,8 +318,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         float, Meta(ge=1), doc("the run ends if a process does not join within this time")
     ] = 300.0
     log_keep_mb: Annotated[
-        Natural,
-        doc("0: the whole event log, as audit, report, retrain, fork and log why need it"),
+        Natural, doc("0: the whole event log, as audit, report, retrain, fork and log why need it")
     ] = 0
     disk_full_timeout_s: Annotated[
         NonNegative, doc("the run waits so long for a disk that is full or fails, then it ends")
@@ -378,8 +375,7 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
     ] = 0
     cpus: Annotated[Natural, doc("CPUs of each machine; 0: what Slurm gives")] = 0
     mem: Annotated[
-        str,
-        doc("memory of each machine: 200G; empty: all of an exclusive machine, else Slurm's"),
+        str, doc("memory of each machine: 200G; empty: all of an exclusive machine, else Slurm's")
     ] = ""
     exclusive: Annotated[
         Literal["auto", "yes", "no"],

@@ -93,10 +93,7 @@ class StrategyWorker:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        question = {
-            "candidates": msgspec.to_builtins(command.candidates),
-            "count": command.count,
-        }
+        question = {"candidates": msgspec.to_builtins(command.candidates), "count": command.count}
         stdin.write(json.dumps(question).encode() + b"\n")
         await stdin.drain()
         answer = json.loads(await stdout.readuntil(b"\n"))

@@ -52,10 +52,7 @@ def _has_valid_versions(state: State, event: ev.WeightsPublished) -> bool:
     return of_a_version(state, event) and are_allocated(state, event.held)
 
 
-@handles(
-    ev.WeightsPublished,
-    valid=_has_valid_versions,
-)
+@handles(ev.WeightsPublished, valid=_has_valid_versions)
 def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     """Record the newest version, which empty replicas pull next, once their relay has it."""
     state = ctx.state
@@ -117,10 +114,7 @@ def _has_valid_load_time(state: State, event: ev.WeightsLoaded) -> bool:
     return of_a_version(state, event) and 0 <= event.seconds <= COUNT_MAX
 
 
-@handles(
-    ev.WeightsLoaded,
-    valid=_has_valid_load_time,
-)
+@handles(ev.WeightsLoaded, valid=_has_valid_load_time)
 def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
     """Let the replica serve again, with a fresh share of new groups."""
     state, ordered = ctx.state, indexes.get_pull_order(ctx.state, ctx.stamped.peer)
@@ -175,10 +169,7 @@ def _has_valid_held(state: State, event: ev.VersionMissing) -> bool:
     return are_allocated(state, event.held)
 
 
-@handles(
-    ev.VersionMissing,
-    valid=_has_valid_held,
-)
+@handles(ev.VersionMissing, valid=_has_valid_held)
 def on_version_missing(ctx: Context, event: ev.VersionMissing) -> None:
     """Decide again without the version that the relay has evicted.
 
@@ -226,10 +217,7 @@ def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
     ctx.touch_all()
 
 
-@handles(
-    ev.CheckpointRefused,
-    valid=accept_any,
-)
+@handles(ev.CheckpointRefused, valid=accept_any)
 def on_checkpoint_refused(ctx: Context, event: ev.CheckpointRefused) -> None:
     """Forget a checkpoint that one replica cannot read, and decide again without it."""
     replica = _end_pull(ctx)

@@ -41,9 +41,7 @@ from laminar.core.members import (
 from laminar.core.planner import run_planner
 from laminar.core.registry import HANDLING as HANDLING  # complete, with all of the above
 from laminar.core.registry import handles
-from laminar.core.repack import (
-    migration,  # noqa: F401
-)
+from laminar.core.repack import migration  # noqa: F401
 from laminar.core.rules import LogicError, require_known
 from laminar.core.scheduling import (
     groups,

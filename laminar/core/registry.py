@@ -27,10 +27,7 @@ HANDLING: dict[type[Event], Handling] = {}
 
 
 def handles(
-    event: type[AnEvent],
-    *,
-    valid: Callable[[State, AnEvent], bool],
-    planned: bool = True,
+    event: type[AnEvent], *, valid: Callable[[State, AnEvent], bool], planned: bool = True
 ) -> Callable[[Callable[[Context, AnEvent], None]], Callable[[Context, AnEvent], None]]:
     """Register the handler of an event; core/validation.py has common validity checks."""
 

@@ -25,10 +25,7 @@ from laminar.names.ids import TrajectoryId
 from laminar.names.roles import Role
 
 
-@handles(
-    ev.TimerFired,
-    valid=accept_any,
-)
+@handles(ev.TimerFired, valid=accept_any)
 def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     """Handle a timer; one that has been cleared meanwhile is late and ignored."""
     state = ctx.state

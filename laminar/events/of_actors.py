@@ -44,13 +44,7 @@ class ActorFailed(Event, frozen=True, kw_only=True):
     link: bool = False  #: whether a link to another process failed: its work is not to blame
 
 
-@reported_by(
-    Role.NODE,
-    ends=(
-        cmd.StopActor,
-        cmd.RestartActor,
-    ),
-)
+@reported_by(Role.NODE, ends=(cmd.StopActor, cmd.RestartActor))
 class ProcessExited(Event, frozen=True, kw_only=True):
     """An actor's process is gone; `restarting` says whether its node restarts it."""
 
@@ -79,14 +73,7 @@ class EndedTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tokens_lost: int  #: discarded tokens of earlier attempts
 
 
-@reported_by(
-    Role.STORE,
-    ends=(
-        cmd.GenerateTrajectory,
-        cmd.ScoreTrajectories,
-        cmd.EndTrajectories,
-    ),
-)
+@reported_by(Role.STORE, ends=(cmd.GenerateTrajectory, cmd.ScoreTrajectories, cmd.EndTrajectories))
 class TrajectoriesEnded(Event, frozen=True, kw_only=True):
     """The store has written how these trajectories ended; ends one command."""
 

@@ -54,13 +54,7 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-@reported_by(
-    Role.COORDINATOR,
-    ends=(
-        cmd.RestartActor,
-        cmd.ProposeBatch,
-    ),
-)
+@reported_by(Role.COORDINATOR, ends=(cmd.RestartActor, cmd.ProposeBatch))
 class TimerFired(Event, frozen=True, kw_only=True):
     """A timer of the state is due; a timer that is no longer set is ignored."""
 

@@ -111,13 +111,7 @@ class TrajectoriesReleased(Event, frozen=True, kw_only=True):
     command_id: int
 
 
-@reported_by(
-    Role.ROLLOUT,
-    ends=(
-        cmd.GenerateTrajectory,
-        cmd.ScoreTrajectories,
-    ),
-)
+@reported_by(Role.ROLLOUT, ends=(cmd.GenerateTrajectory, cmd.ScoreTrajectories))
 class TrajectoryFailed(Event, frozen=True, kw_only=True):
     """A trajectory cannot be trained (refused log-probs, unscored, reward worker lost)."""
 

@@ -44,13 +44,7 @@ from laminar.launch.reward_check import ROWS, Sample, trial_calls
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
-from laminar.tasks.data.chat import (
-    Tools,
-    check_prompts,
-    encode_prompt,
-    has_template,
-    warn_turn_end,
-)
+from laminar.tasks.data.chat import Tools, check_prompts, encode_prompt, has_template, warn_turn_end
 from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.hub import localize_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
@@ -172,10 +166,7 @@ def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
 
 
 def _check_longest_prompts(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[PromptRow],
-    tools: Tools,
+    config: Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], tools: Tools
 ) -> None:
     if not config.data.filter_overlong_prompts:
         longest = sorted(rows, key=lambda row: -len(str(row.prompt)))[:LONGEST_PROMPTS]

@@ -147,10 +147,7 @@ def _find_failing_reward(
 
 def _no_score(spec: RewardSpec, calls: Sequence[RewardCall], first: RewardResult) -> str:
     """Return the reason to refuse a run whose reward gave no score."""
-    row, said = (
-        calls[0].row,
-        f"gave no score for any answer tried ({_format_result(first)})",
-    )
+    row, said = (calls[0].row, f"gave no score for any answer tried ({_format_result(first)})")
     insist = "or skip the trial with reward.trial = false"
     if row.ground_truth is not None:
         return f"{_describe_functions(spec)} {said}; correct it, {insist}"

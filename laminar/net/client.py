@@ -275,12 +275,7 @@ class ControlClient:
         self._heartbeat_ms = heartbeat_ms
         self._on_body, self._on_welcome, self._on_refused = on_body, on_welcome, on_refused
         self._link = ClientLink(
-            name,
-            role,
-            boot_id,
-            heartbeat_ns=heartbeat_ms * MS,
-            now_ns=now_ns(),
-            info=info,
+            name, role, boot_id, heartbeat_ns=heartbeat_ms * MS, now_ns=now_ns(), info=info
         )
         self._shell: ClientShell | None = None
         self._seen = ("", LinkState.JOINING)  #: server boot and state last reported to the owner

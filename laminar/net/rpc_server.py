@@ -23,14 +23,7 @@ from laminar.net.auth import RunKeys
 from laminar.net.calls import Handler, Reply, Request, RpcError, ServingState
 from laminar.net.client import LINGER_MS, now_ns
 from laminar.net.descriptors import clients_allowed
-from laminar.net.frames import (
-    BAD_BYTES,
-    FRAME_BYTES_MAX,
-    Hello,
-    Refused,
-    decode_client,
-    encode,
-)
+from laminar.net.frames import BAD_BYTES, FRAME_BYTES_MAX, Hello, Refused, decode_client, encode
 from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink, describe_client_limit
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups

@@ -53,11 +53,7 @@ Figures = dict[str, float]
 class WarningMonitor:
     """Observer of all events; passes warnings to `report`."""
 
-    def __init__(
-        self,
-        report: Callable[[Event], None],
-        at_start: Mapping[str, str] = {},
-    ) -> None:
+    def __init__(self, report: Callable[[Event], None], at_start: Mapping[str, str] = {}) -> None:
         """Create the monitor; `at_start`: texts of warnings from before the run, by kind."""
         self._report = report
         self._at_start = dict(at_start)

@@ -253,12 +253,7 @@ class RankWorker:
         critic = self._load_critic(config.critic_name) if config.has_critic else None
         total = config.trainer.total_training_steps
         self.learner = Learner(
-            config,
-            policy,
-            reference=reference,
-            critic=critic,
-            total_steps=total,
-            ranks=self._ranks,
+            config, policy, reference=reference, critic=critic, total_steps=total, ranks=self._ranks
         )
         self.learner.reached = self._reached
         return policy.describe_layout(weight_forms(policy.model), self.learner.compute)

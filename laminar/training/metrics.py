@@ -51,10 +51,7 @@ TOKEN_MEANS = {
     "rollout_corr/rs_masked_fraction": "rs_masked",
 }
 #: metric -> figure whose maximum the metric is; is_max is the ratio before the cap
-TOKEN_MAXIMA = {
-    "train_rollout_logprob_abs_diff/max": "abs_diff",
-    "rollout_corr/is_max": "is_ratio",
-}
+TOKEN_MAXIMA = {"train_rollout_logprob_abs_diff/max": "abs_diff", "rollout_corr/is_max": "is_ratio"}
 ORIGINS_SHOWN = 32
 """Replicas and versions that get separate figures: for ten thousand they would be megabytes."""
 EXTRAS_SHOWN = 64

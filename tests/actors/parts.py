@@ -192,10 +192,5 @@ class Writer:
 
 def commit(arena: str, slot: int, version: int) -> m.CommitSlot:
     return m.CommitSlot(
-        arena=arena,
-        slot=slot,
-        version=version,
-        step=version,
-        tensors=SPECS,
-        probe=PROBE,
+        arena=arena, slot=slot, version=version, step=version, tensors=SPECS, probe=PROBE
     )

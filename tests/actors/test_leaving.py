@@ -43,6 +43,10 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     structlog.reset_defaults()
 
 
+def fails(reason: str) -> ev.ActorFailed:
+    return ev.ActorFailed(reason=reason, user_error=False)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_who_is_ended_by_a_signal_says_so(run_dir: Path, number: signal.Signals) -> None:
     host = real_host(run_dir, "rollout-0", "rollout")
@@ -50,7 +54,7 @@ async def test_who_is_ended_by_a_signal_says_so(run_dir: Path, number: signal.Si
     await asyncio.sleep(0)
     os.kill(os.getpid(), number)
     assert await running == exit_codes.TERMINATED
-    assert host._failure == (f"ended by {number.name}", exit_codes.TERMINATED, False)
+    assert host._failure == (fails(f"ended by {number.name}"), exit_codes.TERMINATED)
 
 
 async def test_who_is_terminated_has_not_failed(
@@ -120,7 +124,7 @@ async def test_an_actor_does_not_outlive_its_node(
     await asyncio.sleep(0)
     host._starter_gone()
     assert await running == exit_codes.FAILED
-    assert host._failure == ("its node, node-0, is gone", exit_codes.FAILED, False)
+    assert host._failure == (fails("its node, node-0, is gone"), exit_codes.FAILED)
     assert watchdog == [host_module.ORPHAN_EXIT_S]
 
 
@@ -136,7 +140,10 @@ async def test_a_node_waits_for_a_coordinator_only_while_somebody_would_start_it
     if orphaned:
         host._starter_gone()
         assert await running == exit_codes.COORDINATOR_ABSENT
-        assert host._failure is not None and "the coordinator was silent for" in host._failure[0]
+        assert (
+            host._failure is not None
+            and "the coordinator was silent for" in host._failure[0].reason
+        )
     else:
         await asyncio.sleep(0.3)
         assert not running.done()
@@ -154,4 +161,4 @@ async def test_an_actor_ends_with_its_run_directory(
     await asyncio.sleep(0.05)
     run_dir.rename(run_dir.with_name("elsewhere"))
     assert await running == exit_codes.USER_ERROR
-    assert host._failure is not None and f"{run_dir} is gone" in host._failure[0]
+    assert host._failure is not None and f"{run_dir} is gone" in host._failure[0].reason

@@ -170,11 +170,7 @@ async def test_who_is_refused_is_started_again_after_a_pause_that_doubles(
     indirect=["machine"],
 )
 async def test_who_was_in_the_run_before_it_was_fenced_for_its_silence_counts_towards_no_limit(
-    machine: Machine,
-    code: int,
-    counts: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    pauses: list[float],
+    machine: Machine, code: int, counts: bool, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
 ) -> None:
     """Nothing is wrong with it, so it is started again at once; another process that takes its
     place, again and again, has an end."""

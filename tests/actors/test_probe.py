@@ -68,10 +68,7 @@ async def test_the_mean_shows_a_wrong_tensor_and_the_largest_a_wrong_row(
 ) -> None:
     """The sign of a difference is no matter, and what is no number is the worst of all."""
     probe = mf.Probe(
-        sequences=((1, 2, 3, 4, 5),),
-        logprobs=((-1.0,) * 4,),
-        tolerance=0.39,
-        mean_tolerance=0.1,
+        sequences=((1, 2, 3, 4, 5),), logprobs=((-1.0,) * 4,), tolerance=0.39, mean_tolerance=0.1
     )
     found = await probe_difference(Scorer(*off), probe)  # type: ignore[arg-type]
     said = find_probe_failure_reason(found, probe)

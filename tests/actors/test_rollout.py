@@ -57,6 +57,8 @@ async def test_gauges_say_all_that_the_engine_does_and_wait_for_no_store(replica
         preempted=3,
         prefix_cache_queries=400,
         prefix_cache_hits=100,
+        max_batch=64,
+        as_of=1,
     )
 
 
@@ -183,9 +185,7 @@ async def test_a_newer_placement_ends_the_older_one_here(replica: Replica) -> No
     assert replica.engine.running == {f"{T}@2"}
 
 
-async def test_the_answer_about_an_old_placement_leaves_the_new_one_alone(
-    replica: Replica,
-) -> None:
+async def test_the_answer_about_an_old_placement_leaves_the_new_one_alone(replica: Replica) -> None:
     await replica.runs(1)
     replica.sampled(1, 3, 4)
     flushing = asyncio.create_task(replica.rollout._flush(everything=True))
@@ -309,8 +309,7 @@ async def test_work_of_a_stream_waits_in_the_engine_and_ends_with_weights_that_p
 
 
 @pytest.mark.parametrize(
-    ("version", "purpose", "taken"),
-    [(1, "train", True), (1, "eval", False), (3, "train", False)],
+    ("version", "purpose", "taken"), [(1, "train", True), (1, "eval", False), (3, "train", False)]
 )
 async def test_in_flight_an_order_of_older_weights_that_crosses_a_load_is_taken(
     tmp_path: Path, version: int, purpose: str, taken: bool

@@ -182,9 +182,7 @@ async def test_ends_that_another_process_was_to_write_come_before_the_data(run: 
     again.host.end()
 
 
-async def test_a_prompt_that_cannot_be_tokenised_ends_the_process_with_its_reason(
-    run: Run,
-) -> None:
+async def test_a_prompt_that_cannot_be_tokenised_ends_the_process_with_its_reason(run: Run) -> None:
     run.prompts.error = ConfigError("the prompt of row 1 has no tokens; drop the row")
     run.prompts.let.set()
     opening = asyncio.create_task(run.open(1))

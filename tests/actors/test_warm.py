@@ -166,9 +166,7 @@ async def test_a_module_that_must_not_be_forked_is_imported_by_each_actor_itself
     await machine.until_it_works(actor)
 
 
-async def test_what_cannot_be_imported_is_left_to_the_actor_that_needs_it(
-    machine: Machine,
-) -> None:
+async def test_what_cannot_be_imported_is_left_to_the_actor_that_needs_it(machine: Machine) -> None:
     """It says so in the run, as one that was started alone would."""
     with structlog.testing.capture_logs() as lines:
         warm = machine.make_warm("no_such_module")

@@ -172,11 +172,7 @@ def test_a_name_that_only_this_machine_reaches_is_no_address_for_others(
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"),
-    [
-        ("try_lock", "does not keep file locks"),
-        ("_sync_s", "a sync in"),
-    ],
+    ("broken", "words"), [("try_lock", "does not keep file locks"), ("_sync_s", "a sync in")]
 )
 def test_a_file_system_that_a_run_cannot_have(
     broken: str,

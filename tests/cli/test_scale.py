@@ -63,9 +63,7 @@ def test_spares_are_let_run(slurm: Slurm) -> None:
     assert slurm.told == ["scontrol update JobId=8 ArrayTaskThrottle=3"]
 
 
-def test_of_fewer_machines_the_last_ones_leave_and_no_spare_takes_their_place(
-    slurm: Slurm,
-) -> None:
+def test_of_fewer_machines_the_last_ones_leave_and_no_spare_takes_their_place(slurm: Slurm) -> None:
     assert slurm.scale(1, QUEUE) == exit_codes.COMPLETE
     assert slurm.told == ["scontrol update JobId=8 ArrayTaskThrottle=1", "scancel 8_2"]
 
@@ -101,11 +99,7 @@ def test_the_added_array_leaves_first(slurm: Slurm) -> None:
     ],
 )
 def test_mistakes(
-    slurm: Slurm,
-    count: int,
-    queue: list[str],
-    words: list[str],
-    capsys: pytest.CaptureFixture[str],
+    slurm: Slurm, count: int, queue: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert slurm.scale(count, queue) == exit_codes.USER_ERROR
     said = capsys.readouterr().err

@@ -154,10 +154,7 @@ def test_a_coordinator_that_hangs_is_named(
 
 
 def test_who_does_not_end_at_once_is_killed(
-    run_dir: Path,
-    start: Start,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaf = [start("train"), start("rollout-0")]
     monkeypatch.setattr(stop, "KILL_AFTER_S", 0.3)
@@ -168,10 +165,7 @@ def test_who_does_not_end_at_once_is_killed(
 
 
 def test_a_run_of_another_machine_whose_coordinator_is_silent_is_stopped_there(
-    run_dir: Path,
-    start: Start,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, start: Start, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """tests/run/test_prepared_run.py has one that answers."""
     make_secret(run_dir)

@@ -15,13 +15,7 @@ LEASE, NODE_LEASE = 3_000, 12_000
 
 def actor(name: str, role: str = "rollout", *, alive: bool = True) -> ActorState:
     return ActorState(
-        name=name,
-        role=role,
-        node="node-0",
-        pid=1,
-        boot_id=f"{name}/a",
-        incarnation=4,
-        alive=alive,
+        name=name, role=role, node="node-0", pid=1, boot_id=f"{name}/a", incarnation=4, alive=alive
     )
 
 

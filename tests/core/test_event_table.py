@@ -12,13 +12,7 @@ from laminar.core.machine import HANDLING
 from laminar.events import events as ev
 from laminar.events.base import REPORTED_BY
 from tests.core.event_table import Verdicts, try_out
-from tools.kit.event_cells import (
-    CELLS,
-    STATUS_CELLS,
-    TRAJECTORY_EVENTS,
-    Cell,
-    StatusCell,
-)
+from tools.kit.event_cells import CELLS, STATUS_CELLS, TRAJECTORY_EVENTS, Cell, StatusCell
 
 SITUATIONS = 80
 

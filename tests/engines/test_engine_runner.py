@@ -22,14 +22,7 @@ from laminar.engines.protocol import (
     WeightSource,
 )
 from laminar.engines.runner import EngineRunner
-from tests.engines.engine_models import (
-    Output,
-    build,
-    collect,
-    engine_of,
-    request,
-    run_all,
-)
+from tests.engines.engine_models import Output, build, collect, engine_of, request, run_all
 
 
 class CountingEngine:

@@ -116,9 +116,7 @@ def test_the_original_stays_until_the_other_form_was_read_back(
     assert segment_name(1) in disk.list_names()
 
 
-def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(
-    kept: LoggedRun,
-) -> None:
+def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(kept: LoggedRun) -> None:
     """Some bits of the format mean nothing; never is another content believed."""
     records = list(read_log(kept.disk))
     name = compressed_name(2)

@@ -292,12 +292,7 @@ def test_a_segment_that_was_passed_over_stays_out_even_if_it_is_written_later() 
     write(begin(disk), 1)
     tail = scan_log(disk)
     sleeper = MemoryDisk({FIRST: disk.read(FIRST)})
-    write(
-        begin_log(sleeper, tail),
-        2,
-        3,
-        4,
-    )
+    write(begin_log(sleeper, tail), 2, 3, 4)
     disk.files[SECOND] = bytearray()
     write(begin(disk), 2)
     disk.files[SECOND] += sleeper.read(SECOND)

@@ -13,13 +13,7 @@ from laminar.core.machine import StateMachine
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import hash_state
 from laminar.eventlog.reader import NotInHistory, read_log, scan_log
-from laminar.eventlog.record import (
-    FRAME,
-    MAX_HEADER_BYTES,
-    EventRecord,
-    Takeover,
-    segment_name,
-)
+from laminar.eventlog.record import FRAME, MAX_HEADER_BYTES, EventRecord, Takeover, segment_name
 from laminar.eventlog.replay import Replay, decode_stamped, replay_records
 from laminar.eventlog.restore import restore_log, take_over_log
 from laminar.eventlog.snapshot import SNAPSHOTS_KEPT, Snapshot, read_snapshots

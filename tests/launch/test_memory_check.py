@@ -81,10 +81,7 @@ def parts(places: list[MemoryPlace], name: str) -> dict[str, float]:
 
 
 def test_a_large_model_on_a_small_machine_by_the_command(
-    large: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2, one sentence, no run directory; nothing of the weights is read."""
     monkeypatch.setattr(memory_check, "this_machine", lambda: host(23.6))

@@ -127,9 +127,7 @@ def test_a_directory_that_may_not_be_written(
 
 
 def test_a_run_directory_that_is_taken(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is checked that takes long, nothing is started, and a dangling link is in the way."""
     monkeypatch.setattr(

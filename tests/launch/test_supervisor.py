@@ -113,11 +113,7 @@ class StandIns(Supervisor):
         script = ["-c", code, options[-1]] if isinstance(code, str) else script
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [sys.executable, *script],
-            stdin=pipe,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=fds,
+            [sys.executable, *script], stdin=pipe, bufsize=0, start_new_session=True, pass_fds=fds
         )
         while self.signals:
             os.kill(os.getpid(), signal.Signals[self.signals.pop(0)])

@@ -280,12 +280,7 @@ TIMER = ev.TimerFired(timer="start")
 def shown(directory: Path, bench: Bench, event: Event = TIMER) -> dict[str, Any]:
     """status.json as of now; this event was the last."""
     stamped = Stamped(
-        seq=bench.seq,
-        time_ns=0,
-        peer=COORDINATOR,
-        incarnation=0,
-        peer_seq=0,
-        event=event,
+        seq=bench.seq, time_ns=0, peer=COORDINATOR, incarnation=0, peer_seq=0, event=event
     )
     StatusWriter(directory, TELEMETRY, lambda: 1e9)(stamped, [], bench.state)
     assert TELEMETRY.wait_drained(60)

@@ -90,9 +90,7 @@ def test_a_reward_file_that_does_not_import(refused: Refused, tmp_path: Path) ->
     reward = tmp_path / "reward.py"
     reward.write_text("import no_such_module_anywhere\n")
     message = refused(
-        "data.dataset=",
-        f"data.train_files={data}",
-        f"reward.custom_reward_function.path={reward}",
+        "data.dataset=", f"data.train_files={data}", f"reward.custom_reward_function.path={reward}"
     )
     assert str(reward) in message
     assert "no_such_module_anywhere" in message

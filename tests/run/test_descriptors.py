@@ -33,9 +33,7 @@ def open_connections(run: Path, server: str, greeting: bytes) -> list[socket.soc
 
 
 @pytest.mark.process
-def test_a_run_whose_servers_have_more_strangers_than_descriptors_completes(
-    tmp_path: Path,
-) -> None:
+def test_a_run_whose_servers_have_more_strangers_than_descriptors_completes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -5,13 +5,7 @@ from __future__ import annotations
 import itertools
 
 from laminar.weights.chain.core import PlaneOptions
-from laminar.weights.chain.reports import (
-    NeighbourDown,
-    Received,
-    Report,
-    SlotWanted,
-    Trouble,
-)
+from laminar.weights.chain.reports import NeighbourDown, Received, Report, SlotWanted, Trouble
 from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import build_manifest, verify_weights

@@ -9,13 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from laminar.names.ports import DiskError
-from tools.simulator.disk import (
-    CRASH_MODES,
-    SECTOR_BYTES,
-    CrashMode,
-    PowerCut,
-    SimDisk,
-)
+from tools.simulator.disk import CRASH_MODES, SECTOR_BYTES, CrashMode, PowerCut, SimDisk
 
 SYNCED, VOLATILE = b"s" * 700, b"v" * 2_000
 

@@ -11,16 +11,7 @@ import xxhash
 from laminar.names.ports import DiskError
 from laminar.storage import payload_files
 from laminar.storage.database import Database
-from tools.kit.store_samples import (
-    answers,
-    append,
-    contents,
-    fetched,
-    filled,
-    floats,
-    ints,
-    open_,
-)
+from tools.kit.store_samples import answers, append, contents, fetched, filled, floats, ints, open_
 
 INLINE_TOKENS = payload_files.INLINE_LIMIT // 8
 

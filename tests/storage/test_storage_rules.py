@@ -128,12 +128,7 @@ def test_an_attempt_without_tokens_may_move_to_another_version():
 
 @pytest.mark.parametrize(
     ("row", "placement", "answer"),
-    [
-        (HELD, 3, "ok"),
-        (HELD, 2, "fenced"),
-        (HELD, 4, "refused"),
-        (None, 3, "refused"),
-    ],
+    [(HELD, 3, "ok"), (HELD, 2, "fenced"), (HELD, 4, "refused"), (None, 3, "refused")],
 )
 def test_only_the_holder_writes(row, placement, answer):
     assert rules.judge_append(row, placement, CHUNK, None).answer == answer

@@ -58,9 +58,6 @@ def test_what_python_finds_in_a_copy_is_the_changed_text() -> None:
     with patches.copy({"laminar/names/__init__.py": "PLANTED = 7\n"}) as folder:
         program = "import laminar.names as n, tools.check.patches; print(n.PLANTED, n.__file__)"
         said = subprocess.check_output(
-            [sys.executable, "-c", program],
-            cwd=folder,
-            env=patches.environment(folder),
-            text=True,
+            [sys.executable, "-c", program], cwd=folder, env=patches.environment(folder), text=True
         )
     assert said.split() == ["7", str(folder / "laminar" / "names" / "__init__.py")]

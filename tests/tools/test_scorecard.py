@@ -102,10 +102,7 @@ def test_document_keeps_what_other_runs_reached(
 
 @pytest.mark.parametrize("rows", ["0", "99", "1,x", ""])
 def test_rows_that_do_not_exist_are_refused(
-    rows: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    rows: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
         run(monkeypatch, (GOOD,), tmp_path, "--rows", rows)

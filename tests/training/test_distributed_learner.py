@@ -104,12 +104,7 @@ def flat(scores: list[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize(("offload", "size", "more"), [("none", 3, PPO), ("all", 1, {})])
 def test_ranks_load_score_train_and_publish_as_one_process(
-    offload: str,
-    size: int,
-    more: dict[str, Any],
-    source: Path,
-    tmp_path: Path,
-    ranks: RankGroup,
+    offload: str, size: int, more: dict[str, Any], source: Path, tmp_path: Path, ranks: RankGroup
 ) -> None:
     """A critic is not among what is published."""
     settings = settings_of(source) | more
@@ -118,12 +113,7 @@ def test_ranks_load_score_train_and_publish_as_one_process(
     expected = one.learner.train_step(samples, 3)
     slot = tmp_path / "slot"
     result, *scores, digest = run(
-        ranks,
-        size,
-        "publish",
-        settings | {"trainer.offload": offload},
-        str(slot),
-        samples,
+        ranks, size, "publish", settings | {"trainer.offload": offload}, str(slot), samples
     )
     assert flat(scores[0]) == pytest.approx(flat(before), abs=1e-5)
     assert flat(scores[1]) == pytest.approx(flat(one.learner.compute_logprobs(PROBE)), abs=1e-3)

@@ -75,10 +75,7 @@ def test_the_example_of_the_documentation_passes(tmp_path: Path, make_config: Ma
         ("return batch.log_probs * float('nan')", "returned nan among its losses"),
         ("return -batch.advantages * batch.old_log_probs", "losses without a gradient"),
         ("return 0 * batch.log_probs", "with zero gradient in batch.log_probs"),
-        (
-            "return (batch.log_probs - batch.log_probs.detach()).sqrt()",
-            "non-finite gradient",
-        ),
+        ("return (batch.log_probs - batch.log_probs.detach()).sqrt()", "non-finite gradient"),
         ("return batch.log_probs - batch.log_probs.mean()", "a sequence different losses alone"),
         ("return batch.log_probs - batch.log_probs[0]", "must treat each sequence alone"),
         ("return batch.logprobs", "raised AttributeError: 'LossInputs' object has no attribute"),

@@ -27,11 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "untied, KL": (KL, {}, {"tied": False}),
     "mini-batches": (MINI | {"algorithm.entropy_coeff": 0.01}, {}, {}),
     "empty passes": ({"trainer.micro_batch_tokens": 20}, {"lengths": LONG}, {}),
-    "masked, a suspect": (
-        SUSPECT | {"algorithm.truncated": "mask"},
-        {"wrong": ("rollout-1",)},
-        {},
-    ),
+    "masked, a suspect": (SUSPECT | {"algorithm.truncated": "mask"}, {"wrong": ("rollout-1",)}, {}),
     "rows without advantage": ({"trainer.micro_batch_tokens": 20}, {"flat": (0,)}, {}),
     "a mini-batch without signal": (MINI, {"flat": (1,)}, {}),
     "recomputed": (

@@ -44,8 +44,7 @@ def sample(**changes: object) -> TrainSample:
 
 
 TURNS = sample(
-    turns=(2, 1, 3),
-    contexts=(np.array([90], dtype=np.int32), np.array([91, 92], dtype=np.int32)),
+    turns=(2, 1, 3), contexts=(np.array([90], dtype=np.int32), np.array([91, 92], dtype=np.int32))
 )
 READ = [11, 12, 90, 13, 91, 92, 14, 15, 16]
 

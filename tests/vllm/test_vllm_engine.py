@@ -45,12 +45,7 @@ def distribution(model: torch.nn.Module, ids: list[int], temperature: float = 1.
 
 @pytest.mark.parametrize(
     ("tied", "ranks"),
-    [
-        pytest.param(True, 1, marks=pytest.mark.vllm_ci),
-        (False, 1),
-        (True, 2),
-        (False, 2),
-    ],
+    [pytest.param(True, 1, marks=pytest.mark.vllm_ci), (False, 1), (True, 2), (False, 2)],
 )
 async def test_after_each_load_greedy_output_is_that_of_the_loaded_weights(
     tmp_path: Path, tied: bool, ranks: int

@@ -19,16 +19,7 @@ import pytest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import PullPurpose
-from tests.run.conftest import (
-    ROOT,
-    SMALL,
-    Finished,
-    check_books,
-    command,
-    history,
-    laminar,
-    train,
-)
+from tests.run.conftest import ROOT, SMALL, Finished, check_books, command, history, laminar, train
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process]
 

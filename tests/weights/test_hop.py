@@ -200,8 +200,7 @@ def join(first: Relay, second: Relay) -> tuple[Link, Link]:
     down = Link(wire.predecessor_decoder, second.receiver)
     up = Link(wire.successor_decoder, first.sender)
     welcome = wire.ChainWelcome(
-        held=second.table.get_complete_digests(),
-        partial=second.table.list_partial(),
+        held=second.table.get_complete_digests(), partial=second.table.list_partial()
     )
     second.receiver.attach_link(up, first.name, up.fail)
     first.sender.attach_link(down, second.name, welcome, down.fail)

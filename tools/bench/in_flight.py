@@ -112,10 +112,7 @@ def _delays(log: Log) -> Figures:
             published.setdefault(told.event.version, max(taken, 0.0))
         elif isinstance(told.event, ev.WeightsLoaded) and told.event.reloaded:
             loads.append(told.event.seconds)
-    return {
-        "publish_s": round(median(published.values()), 3),
-        "load_s": round(median(loads), 3),
-    }
+    return {"publish_s": round(median(published.values()), 3), "load_s": round(median(loads), 3)}
 
 
 def predicted(config: Config, mode: str, delays: Figures, warm: int, steps: int) -> Seen:

@@ -73,10 +73,7 @@ RUNS: tuple[dict[str, int], ...] = (
     },
     {"node-launched": 5, "rollout-loaded": 3, "node-child-ended": 1},
     {"policy-update": 3, "critic-update": 4},
-    {
-        "rollout-noted": 9,
-        "rollout-called": 14,
-    },
+    {"rollout-noted": 9, "rollout-called": 14},
     {"rank-load": 1, "rank-step": 3, "rank-fill": 2, "rank-write": 1},
 )
 """Number of the visit at which each failpoint kills its process, by run."""

@@ -22,14 +22,7 @@ from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Settings, Stamped
 from laminar.names import ids
 from tools.kit.world_actors import Actors
-from tools.kit.world_parts import (
-    SECOND,
-    Faults,
-    Process,
-    Row,
-    Wake,
-    coordinator_started,
-)
+from tools.kit.world_parts import SECOND, Faults, Process, Row, Wake, coordinator_started
 
 
 class World(Actors):

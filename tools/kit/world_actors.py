@@ -262,9 +262,7 @@ class Actors(Trainers):
         if row.generated:
             row.generated, row.turns = False, row.turns + 1
         answered = ev.TurnFinished(
-            trajectory_id=TrajectoryId(item.trajectory_id),
-            placement=item.placement,
-            turn=row.turns,
+            trajectory_id=TrajectoryId(item.trajectory_id), placement=item.placement, turn=row.turns
         )
         self.say(process, answered)
 

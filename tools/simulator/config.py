@@ -77,10 +77,7 @@ class RepackConfig(Section, frozen=True, kw_only=True):
     release_timeout_ms: Ints = (200, 2_000)
     prefill_tokens_per_step: Ints = (1, 500)
     max_batch: Ints = (2, 8, 0)  #: sequences of a decode step; 0: as many as an engine runs
-    kv_capacity: Ints = (
-        2_000,
-        1_000_000,
-    )  #: tokens, where an engine has no limit
+    kv_capacity: Ints = (2_000, 1_000_000)  #: tokens, where an engine has no limit
     #: replacements for [work] and [time] in a world with a policy; None: unchanged
     max_staleness: Ints | None = None
     median_tokens: Ints | None = None

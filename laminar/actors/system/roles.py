@@ -37,20 +37,11 @@ _MODULES = {
         _TOKENIZER,
     ),
     "relay": ("laminar.actors.relay", "laminar.weights.machine"),
-    "trainer": (
-        "laminar.actors.trainer",
-        "laminar.actors.system.learners",
-        _TOKENIZER,
-        _MODEL,
-    ),
+    "trainer": ("laminar.actors.trainer", "laminar.actors.system.learners", _TOKENIZER, _MODEL),
     "rollout": ("laminar.actors.rollout", "laminar.actors.system.replica", _TOKENIZER),
 }
 _EMULATED_MODULES = {
-    "store": (
-        "laminar.actors.store",
-        "laminar.storage.database",
-        "laminar.actors.system.emulated",
-    ),
+    "store": ("laminar.actors.store", "laminar.storage.database", "laminar.actors.system.emulated"),
     "relay": _MODULES["relay"],
     "trainer": (
         "laminar.actors.trainer",
@@ -144,11 +135,7 @@ def _make_trainer(host: Host) -> ActorRole:
 
     book = DurableLines(host.run_dir / TRAINER_BOOK_FILE)
     if host.config.is_emulated:
-        from laminar.actors.system.emulated import (
-            EmulatedFiles,
-            EmulatedLearner,
-            EmulatedWeights,
-        )
+        from laminar.actors.system.emulated import EmulatedFiles, EmulatedLearner, EmulatedWeights
 
         weights = EmulatedWeights(host.config)
         learner, files = EmulatedLearner(host.config, weights), EmulatedFiles(weights)

@@ -25,13 +25,7 @@ from laminar.core.registry import handles
 from laminar.core.scheduling import recovery
 from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
-from laminar.core.state.indexes import (
-    add_actor,
-    clear_timer,
-    end_actor,
-    find_trainer,
-    indexes_of,
-)
+from laminar.core.state.indexes import add_actor, clear_timer, end_actor, find_trainer, indexes_of
 from laminar.core.state.state import ActorState, State
 from laminar.core.state.statuses import Phase
 from laminar.core.steps import step_replay

@@ -25,10 +25,7 @@ def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
     return state.settings.group_size <= event.max_num_seqs <= COUNT_MAX
 
 
-@handles(
-    ev.ReplicaReady,
-    valid=_can_hold_group,
-)
+@handles(ev.ReplicaReady, valid=_can_hold_group)
 def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
     """Register a replica whose engine can take work once it has weights."""
     state, name = ctx.state, ctx.stamped.peer
@@ -78,10 +75,7 @@ def _row_counts(state: State, event: ev.DataLoaded) -> bool:
     return least <= event.num_train <= ROWS_MAX and 0 <= event.num_eval <= ROWS_MAX
 
 
-@handles(
-    ev.DataLoaded,
-    valid=_row_counts,
-)
+@handles(ev.DataLoaded, valid=_row_counts)
 def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
     """Record the fixed number of prompts in the store; a restarted store refuses other data."""
     state = ctx.state

@@ -83,10 +83,7 @@ def _order_release(ctx: Context, planned: PlannedMigration) -> None:
     load_changed(state, destination)
 
 
-@handles(
-    ev.TrajectoriesReleased,
-    valid=accept_any,
-)
+@handles(ev.TrajectoriesReleased, valid=accept_any)
 def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> None:
     """Continue all released trajectories at their destination: the store has every token."""
     key = keys.release_key(ctx.stamped.peer)

@@ -11,13 +11,7 @@ from math import isfinite
 
 from laminar.core.context import Context
 from laminar.core.registry import handles
-from laminar.core.scheduling import (
-    dispatch,
-    evaluation,
-    failure_rate,
-    groups,
-    recovery,
-)
+from laminar.core.scheduling import dispatch, evaluation, failure_rate, groups, recovery
 from laminar.core.state.indexes import invalidate_gauges, invalidate_straggler, set_length
 from laminar.core.state.state import RepackState, State, Trajectory
 from laminar.core.state.statuses import TrajectoryStatus
@@ -35,11 +29,7 @@ def _started_counts(state: State, event: ev.TrajectoryStarted) -> bool:
     return not state.settings.repack_policy or all(map(is_count, told))
 
 
-@handles(
-    ev.TrajectoryStarted,
-    valid=_started_counts,
-    planned=False,
-)
+@handles(ev.TrajectoryStarted, valid=_started_counts, planned=False)
 def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not transition(trajectory, "started"):
@@ -91,10 +81,7 @@ def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
     return is_count(event.num_tokens)
 
 
-@handles(
-    ev.TrajectoryFinished,
-    valid=_token_count,
-)
+@handles(ev.TrajectoryFinished, valid=_token_count)
 def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     """Record a durable response; the reward comes next."""
     state = ctx.state
@@ -114,10 +101,7 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
         )
 
 
-@handles(
-    ev.TrajectoryFailed,
-    valid=accept_any,
-)
+@handles(ev.TrajectoryFailed, valid=accept_any)
 def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
     trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
     if trajectory is None or trajectory.status not in UNFINISHED:
@@ -137,10 +121,7 @@ def _has_finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
     return finite and is_count(event.num_tokens) and all(map(isfinite, event.extras.values()))
 
 
-@handles(
-    ev.TrajectoryRewarded,
-    valid=_has_finite_score,
-)
+@handles(ev.TrajectoryRewarded, valid=_has_finite_score)
 def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     state = ctx.state
     trajectory = _find_placed(ctx, event.trajectory_id, event.placement)

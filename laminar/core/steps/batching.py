@@ -226,10 +226,7 @@ def _has_version_of_step(state: State, event: ev.StepCompleted) -> bool:
     return allocated and is_count(event.nonfinite_updates)
 
 
-@handles(
-    ev.StepCompleted,
-    valid=_has_version_of_step,
-)
+@handles(ev.StepCompleted, valid=_has_version_of_step)
 def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     """End a batch that the trainer's step log has as trained."""
     state = ctx.state

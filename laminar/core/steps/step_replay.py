@@ -84,10 +84,7 @@ def _describe_fatal_batch(batch: Batch, name: str, reason: str) -> str:
     )
 
 
-@handles(
-    ev.TrainerReady,
-    valid=accept_any,
-)
+@handles(ev.TrainerReady, valid=accept_any)
 def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     """Tell a returning trainer, or the first one of a fork, which checkpoint to load.
 

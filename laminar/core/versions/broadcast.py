@@ -169,10 +169,7 @@ def _has_valid_receipt(state: State, event: ev.WeightsReceived) -> bool:
     return counted and of_a_version(state, event) and are_allocated(state, event.held)
 
 
-@handles(
-    ev.WeightsReceived,
-    valid=_has_valid_receipt,
-)
+@handles(ev.WeightsReceived, valid=_has_valid_receipt)
 def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
     """Record a version that a relay has; the replicas of its machine can pull it.
 

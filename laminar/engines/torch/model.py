@@ -356,10 +356,7 @@ class DecoderModel:
         q = q.reshape(n, kv_heads, -1, size)
         parts = [
             F.scaled_dot_product_attention(
-                part,
-                keys[first:stop, :, :kv_len],
-                values[first:stop, :, :kv_len],
-                attn_mask=mask,
+                part, keys[first:stop, :, :kv_len], values[first:stop, :, :kv_len], attn_mask=mask
             )
             for part, (first, stop, kv_len), mask in zip(
                 _split_by_span(q, spans), spans, masks, strict=True

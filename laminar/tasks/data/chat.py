@@ -129,10 +129,7 @@ def _split_template(
     """Return the template's text before and after _MARKER; empty if it refuses the messages."""
     try:
         whole = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=begin,
-            **data.apply_chat_template_kwargs,
+            messages, tokenize=False, add_generation_prompt=begin, **data.apply_chat_template_kwargs
         )
     except (TemplateError, TypeError):
         return "", ""

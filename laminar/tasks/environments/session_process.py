@@ -39,13 +39,7 @@ from laminar.run.user_file import describe_error, replace_surrogates
 from laminar.tasks.data.prompts import PromptRow, from_plain
 from laminar.tasks.environments.user_class import RESET, REWARD, has_reward, load_class
 from laminar.tasks.pipe_frames import encode_frame, read_frame
-from laminar.tasks.rewards.results import (
-    RewardCall,
-    RewardResult,
-    RewardSpec,
-    Scorer,
-    call_guarded,
-)
+from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardSpec, Scorer, call_guarded
 from laminar.tasks.rewards.reward_functions import open_scorer
 from laminar.tasks.sandbox.sandbox import permit_unsafe
 

@@ -211,10 +211,7 @@ def _state_bytes(
     model: ModelSizes, critic: ModelSizes | None, way: TrainingPlan, trained: int
 ) -> dict[str, int]:
     """Return the bytes held between two passes; `trained`: trained parameters of the policy."""
-    state = {
-        "gradients": FLOAT32 * trained,
-        "Adam's moments": 2 * FLOAT32 * trained,
-    }
+    state = {"gradients": FLOAT32 * trained, "Adam's moments": 2 * FLOAT32 * trained}
     if way.rank:  # the reference is the base
         state = {"base": _held_bytes(model, way), "adapters": FLOAT32 * trained} | state
     else:

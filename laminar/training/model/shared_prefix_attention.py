@@ -25,10 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from laminar.training.model import (
-    shared_prefix_attention_cpu,
-    shared_prefix_attention_cuda,
-)
+from laminar.training.model import shared_prefix_attention_cpu, shared_prefix_attention_cuda
 from laminar.training.model.micro_batches import SharedPrompt
 
 TokenIndices = slice | Tensor

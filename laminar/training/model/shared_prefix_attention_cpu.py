@@ -107,10 +107,7 @@ def _iter_prompt_slices(prompts: Prompts) -> Iterator[tuple[slice, slice]]:
     """Yield the slices of each prompt that has responses, and of these responses."""
     for prompt, responses in prompts:
         if responses:
-            yield (
-                slice(prompt.start, prompt.stop),
-                slice(responses[0].start, responses[-1].stop),
-            )
+            yield (slice(prompt.start, prompt.stop), slice(responses[0].start, responses[-1].stop))
 
 
 def _split_run(tensor: Tensor, run: SequenceRun) -> Tensor:

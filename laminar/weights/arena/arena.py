@@ -38,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar.names.ids import hash64
+from laminar.run.renames import rename
 from laminar.weights.arena.region import NO_FILE, ArenaError, ArenaTooLargeError, Region
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -98,7 +99,7 @@ def claim_arena(path: Path) -> int:
     former = path.name.rpartition("-")[0] + "-"
     for found in path.parent.iterdir() if path.parent.is_dir() else ():
         if found.name.startswith(former) and (fd := _lock_stale(found)) != NO_FILE:
-            found.rename(path)
+            rename(found, path, durable=False)
             return fd
     return NO_FILE
 

@@ -51,12 +51,7 @@ class Successor:
 def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None) -> ChainHello:
     """Build the first message of the connecting relay."""
     return ChainHello(
-        run=me.run,
-        name=me.name,
-        incarnation=me.incarnation,
-        chain=chain,
-        nonce=nonce,
-        fetch=fetch,
+        run=me.run, name=me.name, incarnation=me.incarnation, chain=chain, nonce=nonce, fetch=fetch
     )
 
 

@@ -22,13 +22,7 @@ from laminar.weights.chain import wire
 from laminar.weights.chain.downstream import answer_challenge, make_hello
 from laminar.weights.chain.fetch_server import TRICKLE_S
 from laminar.weights.chain.receiver import REFUSALS_MAX, ReceiveProgress
-from laminar.weights.chain.reports import (
-    NotFetched,
-    Received,
-    Report,
-    SlotReturned,
-    SlotWanted,
-)
+from laminar.weights.chain.reports import NotFetched, Received, Report, SlotReturned, SlotWanted
 from laminar.weights.chain.transport import WRITABLE, Link, Network
 from laminar.weights.chain.upstream import HANDSHAKE_TIMEOUT_S, PollEntry, RelayIdentity
 from laminar.weights.chain.wire import (

@@ -26,11 +26,7 @@ MACHINES, SECONDS_PER_BYTE, START_SECONDS = 8, 0.8e-9, 50e-6
 
 
 def estimate_broadcast_s(
-    machines: int,
-    num_chunks: int,
-    total_bytes: int,
-    seconds_per_byte: float,
-    start_seconds: float,
+    machines: int, num_chunks: int, total_bytes: int, seconds_per_byte: float, start_seconds: float
 ) -> float:
     """Return the time until all `machines` (at least two, publisher included) have the version."""
     chunk_seconds = total_bytes / num_chunks * seconds_per_byte + start_seconds

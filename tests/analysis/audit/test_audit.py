@@ -231,8 +231,8 @@ def test_what_a_lost_store_could_not_close_is_told_with_the_failure() -> None:
     (problem,) = ledger_problems(state, account)
     assert "tokens live" in problem and state.failure in problem
     assert "store-0" in problem
-    machine.state.stopped = True  # as by trainer.max_nonfinite_updates: a resume continues it
-    assert ledger_problems(machine.state, account) == []
+    state.stopped = True  # as by trainer.max_nonfinite_updates: a resume continues it
+    assert ledger_problems(state, account) == []
 
 
 def test_rows_that_were_left_out_close_the_books(tmp_path: Path) -> None:

@@ -96,11 +96,7 @@ def on_policy_run(capacity: int = 4, *, second: bool = False) -> Told:
         total_steps=2,
         val_before_train=False,
     )
-    told.say(
-        0,
-        COORDINATOR,
-        coordinator_started(config, clock_ns=CLOCK_NS),
-    )
+    told.say(0, COORDINATOR, coordinator_started(config, clock_ns=CLOCK_NS))
     told.join(1, "store-0", ev.DataLoaded(num_train=9, num_eval=0, overlap=0, digest=""))
     told.join(2, "relay-0", ev.RelayReady(address="", chain_address=""))
     told.join(3, "trainer-0", ev.TrainerReady(num_parameters=1, weights_bytes=4))

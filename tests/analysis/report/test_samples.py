@@ -172,10 +172,7 @@ def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (
-            SampleFilter(step=2),
-            r"--step 2: this step trained no responses; there are steps 1, 3",
-        ),
+        (SampleFilter(step=2), r"--step 2: this step trained no responses; there are steps 1, 3"),
         (SampleFilter(evaluation=1), r"--eval 1: .*; there are those after steps 0, 3"),
         (SampleFilter(name="7.7"), r"no trajectory or group '7.7'"),
     ],

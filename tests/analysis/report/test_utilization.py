@@ -128,13 +128,7 @@ def test_a_replicas_time() -> None:
         ms((0, 1000)), ms((0, 500)), ms((300, 800)), ms((490, 600)), ms((400, 850))
     )
     assert found == pytest.approx(
-        {
-            "draining": 0.2,
-            "stepping": 0.3,
-            "pulling": 0.1,
-            "staleness_bound": 0.25,
-            "no_work": 0.15,
-        }
+        {"draining": 0.2, "stepping": 0.3, "pulling": 0.1, "staleness_bound": 0.25, "no_work": 0.15}
     )
     assert sum(found.values()) == pytest.approx(1, abs=1e-12)
 

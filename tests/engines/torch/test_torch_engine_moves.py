@@ -9,15 +9,7 @@ import pytest
 
 from laminar.engines.protocol import GenerateRequest
 from laminar.engines.torch.engine import TorchEngine
-from tests.engines.engine_models import (
-    VOCAB,
-    Output,
-    build,
-    collect,
-    engine_of,
-    request,
-    run_all,
-)
+from tests.engines.engine_models import VOCAB, Output, build, collect, engine_of, request, run_all
 
 MODEL = build("qwen2")
 MOVES = int(os.environ.get("LAMINAR_TEST_MOVES", "200"))  #: more of them by hand

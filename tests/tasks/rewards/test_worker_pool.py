@@ -198,8 +198,7 @@ async def test_what_the_function_started_dies_with_it(spec, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("what", "cause"),
-    [("exit", "exit code 3"), ("crash", "signal 11"), ("fork", "exit code 4")],
+    ("what", "cause"), [("exit", "exit code 3"), ("crash", "signal 11"), ("fork", "exit code 4")]
 )
 async def test_a_worker_that_dies_is_lost_and_never_a_score(spec, counted, what, cause):
     async with pool_of(spec, max_retries=1) as pool:

@@ -24,10 +24,7 @@ def advantages(make_config: Make, make_samples: Callable[..., list[TrainSample]]
     """The advantages of groups of these rewards, one after the other."""
 
     def estimate(*groups: Sequence[float], name: str = "grpo", by_std: bool = True) -> Floats:
-        keys = {
-            "algorithm.adv_estimator": name,
-            "algorithm.norm_adv_by_std_in_grpo": by_std,
-        }
+        keys = {"algorithm.adv_estimator": name, "algorithm.norm_adv_by_std_in_grpo": by_std}
         samples = []
         for number, rewards in enumerate(groups):
             rows = make_samples(1, len(rewards), number)

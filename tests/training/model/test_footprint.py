@@ -281,8 +281,7 @@ def test_what_a_layer_with_adapters_keeps_of_a_token(
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("family", "vocabulary"),
-    [("qwen2", 64), pytest.param("qwen3", 16_384, marks=pytest.mark.long)],
+    ("family", "vocabulary"), [("qwen2", 64), pytest.param("qwen3", 16_384, marks=pytest.mark.long)]
 )
 def test_a_pass_with_adapters_takes_what_is_said_within_a_fifth(
     family: str, dtype: str, recomputes: bool, vocabulary: int, make_config: Make
@@ -328,7 +327,9 @@ def test_the_way_is_that_of_the_settings(make_config: Make) -> None:
         "algorithm.entropy_coeff": 0.1, "trainer.logit_chunk_tokens": 7,
     }  # fmt: skip
     found = way_of(make_config(settings), gpu=True)
-    assert found == replace(cpu, chunk_tokens=7, entropy_bonus=True, reference=True, copies=False)
+    assert found == replace(
+        cpu, gpu=True, chunk_tokens=7, entropy_bonus=True, reference=True, copies=False
+    )
 
 
 def test_a_step_says_what_was_estimated_and_what_was_measured(

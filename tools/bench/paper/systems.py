@@ -18,13 +18,7 @@ from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from laminar.names import ids
 from tools.bench.repack.drains import drains
 from tools.bench.repack.in_flight import InFlight
-from tools.bench.repack.measures import (
-    GROUP_SIZE,
-    SECOND,
-    Seen,
-    Setup,
-    all_tokens_are_there,
-)
+from tools.bench.repack.measures import GROUP_SIZE, SECOND, Seen, Setup, all_tokens_are_there
 from tools.bench.repack.world import RepackWorld
 
 CONSTANTS = Path(__file__).with_name("constants.toml")

@@ -22,14 +22,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from laminar.core.scheduling.admission import bound_holds
 from laminar.engines.emulated.timed_batch import TimedBatch
 from laminar.names import ids
-from tools.bench.repack.measures import (
-    GROUP_SIZE,
-    SAMPLE_S,
-    SECOND,
-    Meter,
-    Seen,
-    Setup,
-)
+from tools.bench.repack.measures import GROUP_SIZE, SAMPLE_S, SECOND, Meter, Seen, Setup
 
 SAMPLE, TRAINED, PUBLISHED = -1, -2, -3
 """Kinds of scheduled events; a number from 0 is a change in that replica's batch."""

@@ -25,14 +25,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.names.ids import TrajectoryId
-from tools.bench.repack.measures import (
-    GROUP_SIZE,
-    SAMPLE_S,
-    SECOND,
-    Meter,
-    Seen,
-    Setup,
-)
+from tools.bench.repack.measures import GROUP_SIZE, SAMPLE_S, SECOND, Meter, Seen, Setup
 from tools.kit.world_parts import coordinator_started, settings, step_completed
 
 NODE, STORE, RELAY, TRAINER = "node-0", "store-0", "relay-0", "trainer-0"
@@ -104,12 +97,7 @@ class RepackWorld:
     def _hear(self, peer: str, incarnation: int, event: Event) -> None:
         seq = self.machine.state.seq + 1 if self.machine.started else 1
         stamped = Stamped(
-            seq=seq,
-            time_ns=self.now,
-            peer=peer,
-            incarnation=incarnation,
-            peer_seq=0,
-            event=event,
+            seq=seq, time_ns=self.now, peer=peer, incarnation=incarnation, peer_seq=0, event=event
         )
         for number, command in enumerate(self.machine.handle_event(stamped)):
             self._obey(seq * COMMANDS_PER_EVENT_MAX + number, command)

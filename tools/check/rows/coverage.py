@@ -30,11 +30,7 @@ FOLDERS = ("core", "eventlog", "events", "net")  #: packages whose pure modules 
 TABLE = "tests/core/test_event_table.py"
 #: Tests that count towards coverage, divided between two processes.
 TESTS = (
-    (
-        "tests/core",
-        f"--ignore={TABLE}",
-        "--ignore=tests/core/test_cost_at_size.py",
-    ),
+    ("tests/core", f"--ignore={TABLE}", "--ignore=tests/core/test_cost_at_size.py"),
     (
         "tests/events",
         "tests/eventlog",

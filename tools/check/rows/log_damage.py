@@ -17,13 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from laminar.eventlog.reader import read_log, scan_log
-from laminar.eventlog.record import (
-    LogCorrupt,
-    Record,
-    SegmentHeader,
-    StateHashRecord,
-    segment_name,
-)
+from laminar.eventlog.record import LogCorrupt, Record, SegmentHeader, StateHashRecord, segment_name
 from laminar.eventlog.writer import LogTaken
 from tools.check.rows.base import Figure, Gate, Row
 from tools.check.rows.crash_points import Crash, Scenario, calls_of

@@ -132,15 +132,7 @@ def _runs_under(hash_seed: str, gate: Gate) -> str:
     found = ""
     for seed in HASHED_RUNS[gate]:
         found += subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tools.simulator",
-                "-c",
-                str(SMALL),
-                "--seed",
-                str(seed),
-            ],
+            [sys.executable, "-m", "tools.simulator", "-c", str(SMALL), "--seed", str(seed)],
             cwd=ROOT,
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
             capture_output=True,

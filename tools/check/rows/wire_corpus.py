@@ -170,14 +170,7 @@ def _to_relay() -> list[relay.Request]:
     return [
         relay.OpenArena(version_bytes=512),
         relay.GrantSlot(arena=ARENA),
-        relay.CommitSlot(
-            arena=ARENA,
-            slot=1,
-            version=7,
-            step=6,
-            tensors=TENSORS,
-            probe=PROBE,
-        ),
+        relay.CommitSlot(arena=ARENA, slot=1, version=7, step=6, tensors=TENSORS, probe=PROBE),
         relay.LeaseVersion(version=7, exact=True),
         relay.ReleaseLease(arena=ARENA, lease_id=3),
     ]

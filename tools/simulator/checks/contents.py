@@ -95,10 +95,7 @@ class Contents:
                 raise Violation("handed_as_made", what, sample.sample_id)
 
     def _differences(
-        self,
-        sample: TrainSample,
-        order: cmd.GenerateTrajectory,
-        failed: bool,
+        self, sample: TrainSample, order: cmd.GenerateTrajectory, failed: bool
     ) -> list[str]:
         """Return the names of the parts of a sample that differ from what was generated."""
         seed = trajectory_seed(

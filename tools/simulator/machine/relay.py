@@ -53,12 +53,7 @@ class SimPlane:
             _at_once,
         )
         self._core = PlaneCore(
-            identity,
-            machine.versions,
-            machine.slots.get_region,
-            notify,
-            options,
-            world,
+            identity, machine.versions, machine.slots.get_region, notify, options, world
         )
         self.set_successor, self.publish_version = (
             self._core.set_successor,

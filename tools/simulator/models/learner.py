@@ -24,13 +24,7 @@ from laminar.training import steps
 from laminar.training.trainer_state import CheckpointError, LearnerFacts, ResumeState, decode
 from laminar.weights.version.hashes import Bytes
 from tools.simulator.machine.memory import Arenas, SimSlotWriter
-from tools.simulator.machine.model_files import (
-    SAVE_S,
-    Copied,
-    SimBook,
-    SimModelFiles,
-    TrainersDisk,
-)
+from tools.simulator.machine.model_files import SAVE_S, Copied, SimBook, SimModelFiles, TrainersDisk
 from tools.simulator.machine.versions import PROBE_LOGPROB, SHAPES, ModelDirectory, weights_of
 from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.runtime.violation import Violation

@@ -22,12 +22,7 @@ from laminar.actors.rollout import Rollout
 from laminar.engines.emulated.clock_engine import ClockEngine, EmulatedResponse
 from laminar.engines.emulated.fake_tokens import END_ID, make_prompt
 from laminar.engines.emulated.timing import P99_QUANTILE
-from laminar.engines.protocol import (
-    GenerateRequest,
-    KvOnUpdate,
-    TokenDelta,
-    WeightSource,
-)
+from laminar.engines.protocol import GenerateRequest, KvOnUpdate, TokenDelta, WeightSource
 from laminar.names import exit_codes
 from laminar.storage.rules import TOKEN_BYTES, Row
 from laminar.tasks.environments.turns import (

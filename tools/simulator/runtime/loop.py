@@ -206,11 +206,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(  # type: ignore[override]
-        self,
-        coro: Coroutine[Any, Any, T],
-        *,
-        name: object = None,
-        context: Context | None = None,
+        self, coro: Coroutine[Any, Any, T], *, name: object = None, context: Context | None = None
     ) -> asyncio.Task[T]:
         task = asyncio.Task(coro, loop=self, name=str(name or ""), context=context)
         tasks = self.tasks
