@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConfigError", "Run", "RunFailed", "open_run", "train"]
 
-WHOLE_NUMBERS = ("step", "event", "time_ns")
-"""Columns of `Run.metrics` with integer values."""
+WHOLE_NUMBERS = ("step", "event", "time_ns")  #: columns of `Run.metrics` with integer values
 BY_ORIGIN = "by_origin/"
 SAMPLE_COLUMNS = (
     "id", "group", "purpose", "step", "evaluation", "prompt", "response", "answer", "reward",

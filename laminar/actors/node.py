@@ -26,10 +26,8 @@ from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.names import exit_codes, ids
 
-GRACE_S = 10.0
-"""Time limit for children to flush and leave once the run stops."""
-DUMP_S = 0.5
-"""Time for a stalled child to write its stacks before it is killed."""
+GRACE_S = 10.0  #: time limit for children to flush and leave once the run stops
+DUMP_S = 0.5  #: time for a stalled child to write its stacks before it is killed
 
 
 class ChildProcess(Protocol):

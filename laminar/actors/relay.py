@@ -51,8 +51,7 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.table import VersionTable
 
 SLOT_POLL_S = 0.02
-DELTA_SHARE = 4
-"""Deltas kept for the next relay may take this fraction of the arena's limit."""
+DELTA_SHARE = 4  #: deltas kept for the next relay may take this fraction of the arena's limit
 DETAIL_CHARS_MAX = 500
 _UNKNOWN = TransferPace(0, 0.0, 0)
 _REFUSALS = (m.RelayWireError, SlotError, ArenaError, mf.ManifestError)

@@ -27,8 +27,7 @@ CHAIN, FETCH = "chain", "fetch"
 """Writers that are other relays: the previous one of the chain, and any that is fetched from."""
 FORMER = "former"
 """A trainer that may still write to the slot that this node's former relay granted."""
-CREATE_TRIES = 30
-"""Failures to create the slots that end the relay; a trainer tries once a second."""
+CREATE_TRIES = 30  #: failures to create the slots that end the relay; a trainer tries once a second
 
 
 class SlotMemory(Protocol):

@@ -20,8 +20,7 @@ from laminar.config import Config
 from laminar.names import exit_codes
 
 PAUSE_MAX_S = 60.0
-TAKEN_S = 10.0
-"""Lifetime below which a process counts as refused at its start."""
+TAKEN_S = 10.0  #: lifetime below which a process counts as refused at its start
 REFUSED_PAUSE_MIN_S, REFUSED_PAUSE_MAX_S = 1.0, 10.0
 """The pause before a refused process is restarted; doubled each time."""
 NODE_ENDS = (

@@ -51,8 +51,7 @@ from laminar.tasks.environments.turns import SessionLost
 
 T = TypeVar("T")
 
-FINISH_DELAY_S = 0.002
-"""Responses that end within this time share one commit of the store."""
+FINISH_DELAY_S = 0.002  #: responses that end within this time share one commit of the store
 
 
 class ReplicaParts(Protocol):

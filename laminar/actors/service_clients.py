@@ -16,8 +16,7 @@ from laminar.net.calls import FLUSH_S, Client
 from laminar.storage import messages as store
 from laminar.weights import messages as relay
 
-RPC_TIMEOUT_S = 120.0
-"""Timeout of a request; a local server that is silent for two minutes hangs."""
+RPC_TIMEOUT_S = 120.0  #: timeout of a request; a local server that is silent for two minutes hangs
 
 StoreAnswer = TypeVar("StoreAnswer", bound=store.Message)
 RelayAnswer = TypeVar("RelayAnswer", bound=relay.RelayMessage)

@@ -26,10 +26,8 @@ from laminar.net.calls import Batch, RpcError
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount, PromptKey
 
-HELD_PAUSE_S = 0.1
-"""Interval between attempts to open a database that another process still has."""
-READS = (m.Fetch, m.SamplePrompts, m.Stats)
-"""Requests that need no disk space."""
+HELD_PAUSE_S = 0.1  #: interval between attempts to open a database that another process still has
+READS = (m.Fetch, m.SamplePrompts, m.Stats)  #: requests that need no disk space
 
 
 class StoreBackend(Protocol):

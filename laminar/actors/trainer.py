@@ -62,8 +62,7 @@ ROUNDING = (
     "prompts_once",
 )
 """The facts of a checkpoint that determine whether a repeated step gives the same bytes."""
-PROBE_OUTLIER = 10.0
-"""Factor by which a single token may exceed the tolerance."""
+PROBE_OUTLIER = 10.0  #: factor by which a single token may exceed the tolerance
 
 
 class TrainerModel(Protocol):
@@ -85,9 +84,7 @@ class TrainerModel(Protocol):
         """Return the facts about the learner that a checkpoint records."""
 
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
-        """Restore a checkpoint.
-
-        CheckpointError: damaged; ConfigError: another model's; OSError: the disk fails."""
+        """Restore a checkpoint; CheckpointError: damaged, ConfigError: another model's; OSError."""
 
 
 class TrainingRecord(Protocol):
@@ -297,14 +294,13 @@ class Trainer:
     ) -> None:
         """Restore a checkpoint; set a damaged one aside, so that a restart uses an older."""
         await self.host.hit_failpoint("trainer-load")
-        directory, started = self.host.run_dir / command.path, self.host.now_ns()
+        path, started = self.host.run_dir / command.path, self.host.now_ns()
         disk = DiskFullRetry(self.host, f"checkpoint {command.path}", "read")
         try:
-            resume = await disk.until_room(lambda: self.learner.restore_checkpoint(directory))
+            resume = await disk.until_room(lambda: self.learner.restore_checkpoint(path))
         except (CheckpointError, DiskStayedFull) as error:
-            refused = self.host.run_dir / REFUSED_DIR / directory.name
             with suppress(OSError):
-                await self._files.rename(directory, refused)
+                await self._files.rename(path, self.host.run_dir / REFUSED_DIR / path.name)
             raise CheckpointError(str(error)) from error
         present = self.learner.collect_facts()
         differ = [n for n in ROUNDING if getattr(resume.learner, n) != getattr(present, n)]

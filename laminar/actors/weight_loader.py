@@ -46,8 +46,7 @@ LOADS_MAX = 2
 A load in flight is not retried, because tokens sampled since then are worthless.
 """
 REVOKED = "the lease was revoked while the slot was read"
-COMING_POLL_S = 0.05
-"""Interval of requests to a relay for a version that it is receiving."""
+COMING_POLL_S = 0.05  #: interval of requests to a relay for a version that it is receiving
 RELEASE_S = 5.0
 """Time limit for a release, so that a dead relay does not keep a loaded replica from serving."""
 

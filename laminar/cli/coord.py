@@ -50,8 +50,7 @@ from laminar.run.secret import make_missing_secret, read_secret
 from laminar.run.stop_requests import add_child_option, follow_starter
 
 WATCH_S = 1.0
-TURN_REPORT_S = 1.0
-"""Interval between two bytes to the supervisor."""
+TURN_REPORT_S = 1.0  #: interval between two bytes to the supervisor
 
 
 def main() -> None:

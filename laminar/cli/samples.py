@@ -21,8 +21,7 @@ from laminar.launch.exit_handling import print_error
 from laminar.run.directory import run_config
 from laminar.tasks.data.decoding import make_decoder
 
-SHOWN = 10
-"""Number of samples printed as text by default."""
+SHOWN = 10  #: number of samples printed as text by default
 
 
 def add_parser(subparsers: Any) -> None:

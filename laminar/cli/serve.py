@@ -52,12 +52,10 @@ from laminar.run.permissions import check_private
 from laminar.run.secret import read_secret
 from laminar.weights.arena.arena import sweep_arenas
 
-SERVICE = 0
-"""Index of the machine of the service, which has the store and the trainer."""
+SERVICE = 0  #: index of the machine of the service, which has the store and the trainer
 STAND_BY_S = 3600.0
 """Longest time that a Slurm job stands by for a run that its former copy still serves."""
-STAND_BY_POLL_S = 1.0
-"""Poll interval, well below the time for which nodes wait for a coordinator."""
+STAND_BY_POLL_S = 1.0  #: poll interval, well below the time for which nodes wait for a coordinator
 
 
 def add_parser(subparsers: Any) -> None:

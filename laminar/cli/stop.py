@@ -40,8 +40,7 @@ TIMEOUT_S = 600.0
 """Default timeout; a large model's step and export may take longer, and continue after it."""
 KILL_AFTER_S = 45.0
 """Time before an immediate stop uses SIGKILL; the supervisor's own limits are shorter."""
-KILLED_S = 5.0
-"""Longest time for a process to vanish after SIGKILL."""
+KILLED_S = 5.0  #: longest time for a process to vanish after SIGKILL
 SAY_S = 5.0
 DECIDING = ("train", "serve", "coordinator")
 """Processes that can end the run; the first of these that is alive decides."""

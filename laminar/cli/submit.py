@@ -43,10 +43,8 @@ from laminar.run.command_line import shell_command
 from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, run_config
 from laminar.run.renames import write_whole
 
-QUEUE_S = 86_400.0
-"""Longest wait for replicas that are only on machines which may still be queued."""
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-"""File systems that other machines cannot see."""
+QUEUE_S = 86_400.0  #: longest wait for replicas that are only on machines which may still be queued
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")  #: file systems that other machines cannot see
 
 
 def add_parser(subparsers: Any) -> None:

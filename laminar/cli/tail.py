@@ -25,10 +25,8 @@ from laminar.config import ConfigError
 from laminar.names import exit_codes
 from laminar.run.directory import LOGS_DIR, run_config
 
-LINES = 40
-"""Default number of lines at the start."""
-LAST_BYTES = 256 << 10
-"""Bytes read from the end of each file for these lines."""
+LINES = 40  #: default number of lines at the start
+LAST_BYTES = 256 << 10  #: bytes read from the end of each file for these lines
 POLL_S = 0.25
 ENDINGS = (".jsonl", ".reward.log", ".engine.log", ".log")
 """Endings of log file names, after the name of the process."""

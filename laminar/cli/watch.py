@@ -27,8 +27,7 @@ from laminar.run.directory import read_status, run_config
 from laminar.run.lock import holders
 
 POLL_S = 0.25
-ALIVE_S = 2.0
-"""Interval of the check for live processes of the run."""
+ALIVE_S = 2.0  #: interval of the check for live processes of the run
 
 
 def add_parser(subparsers: Any) -> None:

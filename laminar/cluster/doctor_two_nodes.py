@@ -44,8 +44,7 @@ SEEN_S = 60.0
 """Longest delay for a file to become visible; network file systems refresh within that time."""
 CONNECT_S = 10.0
 CLOCK_S = 1.0
-MACHINES_S = 120
-"""Longest time for Slurm to find two machines; a full cluster has none."""
+MACHINES_S = 120  #: longest time for Slurm to find two machines; a full cluster has none
 _POLL_S = 0.05
 _LINE_MAX = 900
 """Characters per line. srun keeps lines of two tasks apart only up to 1,024 bytes."""

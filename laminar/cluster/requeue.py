@@ -25,10 +25,8 @@ from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
 from laminar.run.directory import read_status
 
-WARNING = signal.SIGUSR1.name
-"""Signal that Slurm sends some time before it ends the job."""
-LEAVE_S = 60.0
-"""Longest time for node tasks to end, before the requeued ones are cancelled."""
+WARNING = signal.SIGUSR1.name  #: signal that Slurm sends some time before it ends the job
+LEAVE_S = 60.0  #: longest time for node tasks to end, before the requeued ones are cancelled
 POLL_S = 1.0
 
 

@@ -16,8 +16,7 @@ from msgspec import inspect
 
 from laminar.config.tree import Config
 
-INT_MAX = (1 << 63) - 1
-"""The maximum of every whole number: all encodings have room for it."""
+INT_MAX = (1 << 63) - 1  #: the maximum of every whole number: all encodings have room for it
 
 
 class ConfigError(ValueError):

@@ -21,8 +21,7 @@ QUESTION_BYTES_MAX = 14 << 20
 BUILT_IN_STRATEGIES = ("deadline", "priority")  #: values of algorithm.batch_strategy
 EMULATED_TOKENS_MAX = 1 << 16
 """The maximum tokens of a prompt or response: emulated tokens repeat after this many."""
-MACHINES_MAX = 253
-"""The maximum machines of a run without the first: the highest number of a node."""
+MACHINES_MAX = 253  #: the maximum machines of a run without the first: the highest number of a node
 CONFIG_CHARS_MAX = 1 << 20
 """The maximum characters of the configuration, which every coordinator writes to the event log."""
 

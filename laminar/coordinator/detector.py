@@ -36,8 +36,7 @@ ROUND_FRAMES = 4_096
 """The minimum frames of a round: processes that join during it are read in it, too."""
 MACHINES_MIN = 3
 """The machines below which the coordinator is never considered cut off: of two, either could be."""
-CHECKS_PER_LEASE = 6
-"""The checks in a short lease, while most machines are silent."""
+CHECKS_PER_LEASE = 6  #: the checks in a short lease, while most machines are silent
 LONG_LEASE_ROLES = (Role.NODE, Role.STORE, Role.TRAINER)
 
 DetectorEvent = HeartbeatLost | NodeSilent | NodeRecovered

@@ -66,8 +66,7 @@ from laminar.run.stop_requests import (
 )
 from laminar.run.user_file import run_file_digests
 
-FINAL_FLUSH_S = 3.0
-"""The time for the last commands and acknowledgements of an ended run to leave."""
+FINAL_FLUSH_S = 3.0  #: the time for the last commands and acknowledgements of an ended run to leave
 COMMANDS_BYTES_MAX = 256 << 20
 """The most bytes of commands that wait for one process.
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from laminar.names import exit_codes
 
-DEATHS_MAX = 20
-"""The maximum deaths of one run, not counting those from a full disk."""
+DEATHS_MAX = 20  #: the maximum deaths of one run, not counting those from a full disk
 SERVED_S = 5.0
 """The time after which a coordinator counts as having worked: a repeated failure comes sooner."""
 PAUSE_MIN_S, PAUSE_MAX_S = 0.25, 10.0

@@ -40,8 +40,7 @@ from laminar.names.ids import Purpose
 
 PULL_TIMEOUT_MS = 300_000
 """The minimum timeout for one copy of the model inside a machine; all versions have equal size."""
-LOAD_SHARE = 2
-"""The ratio of a load's timeout to the longest load of the run: machines are shared."""
+LOAD_SHARE = 2  #: the ratio of a load's timeout to the longest load of the run: machines are shared
 LOAD_MS_MAX = 86_400_000
 """The maximum timeout of a load, a day; it bounds wrongly reported figures, too."""
 FAILED_LOADS_MAX = 2

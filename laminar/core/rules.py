@@ -33,13 +33,11 @@ class Rule(NamedTuple):
     new: str
 
 
-LOGIC_VERSION = 13
-"""The version of this program's decisions."""
+LOGIC_VERSION = 13  #: the version of this program's decisions
 OLDEST_LOGIC = LOGIC_VERSION
 """The oldest version whose logs, up to LOGIC_VERSION, are replayed and continued."""
 RULES: tuple[Rule, ...] = ()
-NEW_RUN = tuple(rule.name for rule in RULES)
-"""The value of `Settings.rules` that a new run logs."""
+NEW_RUN = tuple(rule.name for rule in RULES)  #: the value of `Settings.rules` that a new run logs
 
 
 def is_rule_active(settings: Settings, rule: Rule) -> bool:

@@ -19,8 +19,7 @@ from laminar.events.base import Event
 
 COUNT_MAX = 1 << 40
 """The most tokens or trajectories in one event: sums of them stay far below the wire's 64 bits."""
-ROWS_MAX = 1 << 27
-"""The most rows of a data set: one permutation of it is held in memory."""
+ROWS_MAX = 1 << 27  #: the most rows of a data set: one permutation of it is held in memory
 
 
 class VersionedEvent(Protocol):

@@ -27,13 +27,11 @@ from laminar.engines.hf_config import parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
 from laminar.run.command_line import with_extra
 
-PROBE_TIMEOUT_S = 180.0
-"""Time for vLLM's import and its check of the model, on a busy machine."""
+PROBE_TIMEOUT_S = 180.0  #: time for vLLM's import and its check of the model, on a busy machine
 PARALLEL_SUFFIXES = ("parallel_size", "parallel_rank")
 PARALLEL_PREFIXES = ("data_parallel", "nnodes", "node_rank", "master_addr", "master_port")
 """Suffixes and prefixes of vLLM's arguments that spread an engine over more processes."""
-TAKEN = b"taken"
-"""Output of engines/vllm/check.py when vLLM accepts the configuration."""
+TAKEN = b"taken"  #: output of engines/vllm/check.py when vLLM accepts the configuration
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING_SUFFIX = "embed_tokens.weight"

@@ -32,10 +32,8 @@ VLLM_MODULES = (
 )
 """Modules that the processes of a vLLM replica import, its core included."""
 BFLOAT16_CAPABILITY = (8, 0)
-MIN_DRIVERS = {"12": 525, "13": 580}
-"""Oldest driver for each major version of CUDA."""
-ASK_S = 20.0
-"""Timeout of nvidia-smi, which is slow on a machine whose GPUs sleep."""
+MIN_DRIVERS = {"12": 525, "13": 580}  #: oldest driver for each major version of CUDA
+ASK_S = 20.0  #: timeout of nvidia-smi, which is slow on a machine whose GPUs sleep
 VLLM_CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first token compiles a helper of the sampler
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -28,8 +28,7 @@ import msgspec
 from laminar.core.rules import LOGIC_VERSION
 from laminar.events.base import Stamped
 
-SCHEMA_VERSION = 5
-"""The form of records, and of the hashed state; other forms are refused."""
+SCHEMA_VERSION = 5  #: the form of records, and of the hashed state; other forms are refused
 
 #: Longest body: a length above this is damage, so a flipped bit cannot ask for gigabytes. Control
 #: messages end at 15 MiB; the largest record holds one of them, or the resolved configuration.
@@ -113,8 +112,7 @@ class DecisionRecord(
     command: msgspec.Raw  #: MessagePack, as `events` encodes it
 
 
-HASH_FOLLOWS = ""
-"""The placeholder of a digest that is being computed."""
+HASH_FOLLOWS = ""  #: the placeholder of a digest that is being computed
 
 
 class StateHashRecord(

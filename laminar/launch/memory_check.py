@@ -41,14 +41,12 @@ from laminar.weights.arena.arena import SHARED_MEMORY
 from laminar.weights.arena.slots import MIN_SLOTS
 
 GPU = "GPU "
-VLLM_CPU_CACHE = 1 << 30
-"""Cache of vLLM on a CPU by default, in bytes (engines/vllm/start.py)."""
+VLLM_CPU_CACHE = 1 << 30  #: cache of vLLM on a CPU by default, in bytes (engines/vllm/start.py)
 ON_TOP = "caches of keys and values that are not listed, CUDA and processes come on top"
 TOKENS, CHECKPOINTING = "trainer.micro_batch_tokens", "trainer.activation_checkpointing"
 VLLM_SHARE = "rollout.vllm.gpu_memory_utilization"
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-CACHE = 0.2
-"""Smallest cache of vLLM in addition to the weights, as a share of their bytes."""
+CACHE = 0.2  #: smallest cache of vLLM in addition to the weights, as a share of their bytes
 
 
 @dataclass(frozen=True)

@@ -25,20 +25,14 @@ from laminar.events import events as ev
 from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
 from laminar.run.directory import read_status
 
-PACE_STEPS = 20
-"""Number of recent steps from which the remaining time is estimated."""
-REPLICAS_SHOWN = 16
-"""Most replicas shown one by one; of more, only counts are shown."""
-LINE_MAX = 120
-"""Most characters of a plain line, for windows of this width."""
-BAR = 20
-"""Characters of the progress bar."""
-QUIET_S = 10.0
-"""Longest time between lines of a plain log without a new step."""
+PACE_STEPS = 20  #: number of recent steps from which the remaining time is estimated
+REPLICAS_SHOWN = 16  #: most replicas shown one by one; of more, only counts are shown
+LINE_MAX = 120  #: most characters of a plain line, for windows of this width
+BAR = 20  #: characters of the progress bar
+QUIET_S = 10.0  #: longest time between lines of a plain log without a new step
 
 
-ORDINARY = ("training", "waiting")
-"""Activities of the trainer that are not mentioned."""
+ORDINARY = ("training", "waiting")  #: activities of the trainer that are not mentioned
 
 _START_PARTS: dict[type, str] = {
     ev.CoordinatorStarted: "checks",

@@ -67,8 +67,7 @@ CHANGEABLE = (
 """Settings that may change for the rest of a run, in addition to all of [slurm]."""
 CHOSEN = ("rollout.replicas", "rollout.max_num_seqs", "repack.policy")
 """Settings whose defaults depend on the machine or on others: those of the start are kept."""
-HEADER_MAX = 100 << 20
-"""Largest header of a safetensors file in bytes, as limited by its readers."""
+HEADER_MAX = 100 << 20  #: largest header of a safetensors file in bytes, as limited by its readers
 _PLACE = ("run.name", "run.output_dir")
 _RESTART_HINT = "so there is nothing to resume: start it again, with --move-old or another run.name"
 

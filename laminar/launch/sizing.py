@@ -17,10 +17,8 @@ from laminar.engines.protocol import EngineError
 from laminar.launch.memory_check import count_cache_tokens, read_sizes, this_machine
 from laminar.tasks.data.hub import localize_model
 
-MAX_SEQUENCES = 512
-"""Most sequences of a replica by default, as in the paper's runs."""
-ASSUMED_GPU_BYTES = 40 << 30
-"""Memory of a GPU that cannot be asked: the least that is usual for training."""
+MAX_SEQUENCES = 512  #: of a replica by default, as in the paper's runs
+ASSUMED_GPU_BYTES = 40 << 30  #: of a GPU that cannot be asked: the least usual for training
 
 
 def load_sized_config(

@@ -42,20 +42,14 @@ from laminar.run.stop_requests import DRAIN, NOW, PAUSE, pause_signals, stop_sig
 from laminar.weights.arena.arena import sweep_arenas
 
 POLL_S = 0.25
-NODE_EXIT_S = 30.0
-"""Longest time for the nodes to leave once the coordinator has ended."""
-AT_ONCE_S = 20.0
-"""Longest time for the coordinator to tell all processes that the run has ended."""
-NOTICE_S = 5.0
-"""Longest time for all processes to notice that the run directory is gone."""
-TERM_S = 15.0
-"""Longest time to end after SIGTERM; the processes' children have ten seconds of it."""
+NODE_EXIT_S = 30.0  #: longest time for the nodes to leave once the coordinator has ended
+AT_ONCE_S = 20.0  #: longest time for the coordinator to tell all processes that the run has ended
+NOTICE_S = 5.0  #: longest time for all processes to notice that the run directory is gone
+TERM_S = 15.0  #: longest time to end after SIGTERM; the processes' children have ten seconds of it
 
-STILL_S = 30.0
-"""Longest time without a turn of the coordinator; most disk stalls are shorter."""
+STILL_S = 30.0  #: longest time without a turn of the coordinator; most disk stalls are shorter
 
-TURNS_MAX = 4096
-"""Bytes read at once: more than a coordinator writes between two polls."""
+TURNS_MAX = 4096  #: bytes read at once: more than a coordinator writes between two polls
 
 Process = subprocess.Popen[bytes]
 

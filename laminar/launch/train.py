@@ -58,8 +58,7 @@ from laminar.run.lock import RunLock, holders, in_use, lock_for_move
 from laminar.run.renames import rename, write_whole
 from laminar.run.secret import make_secret
 
-LOST_SHOWN = 4
-"""Most reasons shown for lost processes; summary.json has all."""
+LOST_SHOWN = 4  #: most reasons shown for lost processes; summary.json has all
 WRAPPED = (
     "           a string, in the model's chat template (TRL: as it is); data.apply_chat_template = "
     "false leaves it as it is"

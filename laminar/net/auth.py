@@ -20,8 +20,7 @@ from zmq.utils import z85
 
 from laminar.run.secret import Secret
 
-CURVE_BYTES = 33
-"""Bytes that encryption adds to a message on the wire."""
+CURVE_BYTES = 33  #: bytes that encryption adds to a message on the wire
 _ZAP = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 _GATE_LOCK = threading.Lock()

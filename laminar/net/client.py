@@ -32,8 +32,7 @@ from laminar.net.session import MS, ClientLink, LinkClosed, LinkState, RunOver
 from laminar.net.transport import ClientSocket
 from laminar.run.renames import write_whole
 
-GONE_S = 10.0
-"""Silence after which a server counts as gone; a restarted one is back sooner."""
+GONE_S = 10.0  #: silence after which a server counts as gone; a restarted one is back sooner
 STALLS_MAX = 4
 """The connections in a row that end before an awaited message; each takes PROBE_TIMEOUT_MS."""
 LINGER_MS = 200  #: how long the last frames may take to leave a closed socket

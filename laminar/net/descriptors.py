@@ -14,8 +14,7 @@ from laminar.net.session import PEERS_MAX
 
 SPARE = 256
 """Descriptors for this process's files, and for connections that are refused with a reason."""
-RESERVE = 128
-"""The part of SPARE that is for the log, checkpoints and forks, not for connections."""
+RESERVE = 128  #: the part of SPARE that is for the log, checkpoints and forks, not for connections
 
 
 def clients_allowed() -> int:

@@ -76,7 +76,8 @@ class Listener:
     def _guard_descriptors(self) -> None:
         while not self._closed.is_set():
             with suppress(OSError):  # closed meanwhile
-                self._hold_descriptors()
+                while len(self._held) < HELD:
+                    self._held.append(os.dup(self._sock.fileno()))
                 self._keep_reserve()
             if self._monitor.poll(LOOK_MS):
                 self.rejected += bool(next_event(self._monitor) & FINAL_REFUSALS)
@@ -103,10 +104,6 @@ class Listener:
             return True
         os.close(free)
         return free >= self._limit
-
-    def _hold_descriptors(self) -> None:
-        while len(self._held) < HELD:
-            self._held.append(os.dup(self._sock.fileno()))
 
     def _free_descriptors(self) -> None:
         while self._held:

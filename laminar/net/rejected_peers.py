@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-APART_S = 60.0
-"""Minimum time between two reports."""
+APART_S = 60.0  #: minimum time between two reports
 
 
 class RejectedPeers:

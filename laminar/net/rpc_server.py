@@ -28,8 +28,7 @@ from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink, d
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 from laminar.net.wakeups import Wakeups
 
-RETRY_MS = 250
-"""The pause before a held request is passed to the handler again."""
+RETRY_MS = 250  #: the pause before a held request is passed to the handler again
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -26,13 +26,10 @@ from laminar.net.transport import ClientSocket
 from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.secret import read_secret
 
-ANSWER_S = 20.0
-"""Timeout of a request, long enough for a coordinator to restart, even elsewhere."""
+ANSWER_S = 20.0  #: timeout of a request, long enough for a coordinator to restart, even elsewhere
 AGAIN_S = 1.0
-REACH_S = 3.0
-"""Timeout of a connection to a live machine."""
-TURN_S = 5.0
-"""Time limit for a turn of a living coordinator."""
+REACH_S = 3.0  #: timeout of a connection to a live machine
+TURN_S = 5.0  #: time limit for a turn of a living coordinator
 _POLL_S = 0.02
 
 

@@ -27,8 +27,7 @@ from typing import NamedTuple
 from laminar.observe.files import GrowingFile, cut_off
 from laminar.run.directory import TENSORBOARD_DIR
 
-NO_TAG = re.compile(r"[^-/\w.]")
-"""Characters that TensorBoard does not accept in a tag."""
+NO_TAG = re.compile(r"[^-/\w.]")  #: characters that TensorBoard does not accept in a tag
 POLYNOMIAL = 0x82F63B78  #: polynomial of CRC-32C, bits reversed
 VARINT, FIXED_64, BYTES, FIXED_32 = 0, 1, 2, 5  #: protobuf's wire types
 

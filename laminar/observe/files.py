@@ -22,8 +22,7 @@ from laminar.run.directory import older_parts
 from laminar.run.renames import rename, write_whole
 
 PART_BYTES = 64 << 20
-PARTS_KEPT = 4
-"""Parts of a log or timeline, with the growing one: at most some 250 MB per process."""
+PARTS_KEPT = 4  #: parts of a log or timeline, with the growing one: at most some 250 MB per process
 
 Mend = Callable[[int, int], None]
 """(descriptor, size after the last whole write): repairs the end of a file for appending."""

@@ -21,8 +21,7 @@ import psutil
 
 from laminar.names.version import __version__
 
-GIT_S = 5.0
-"""Time limit for git; on a slow file system the commit is left empty."""
+GIT_S = 5.0  #: time limit for git; on a slow file system the commit is left empty
 
 
 def describe_hardware() -> dict[str, Any]:

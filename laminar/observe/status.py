@@ -35,8 +35,7 @@ from laminar.run.directory import STATUS_FILE
 
 INTERVAL_S = 0.4
 """Less than a replica's interval between two gauges, so that each of them is shown."""
-LEFT_OUT_SHOWN = 16
-"""Replicas and versions with rows left out that are shown; the log has all."""
+LEFT_OUT_SHOWN = 16  #: replicas and versions with rows left out that are shown; the log has all
 
 
 class StatusWriter:

@@ -21,12 +21,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-KEPT_MAX = 10_000
-"""Items that an outlet keeps for its writer."""
-PAUSE_S = 0.02
-"""The time between two rounds of writing; items of one round are written together."""
-DRAIN_S = 2.0
-"""Time limit for the last items of a process."""
+KEPT_MAX = 10_000  #: items that an outlet keeps for its writer
+PAUSE_S = 0.02  #: the time between two rounds of writing; items of one round are written together
+DRAIN_S = 2.0  #: time limit for the last items of a process
 
 Item = TypeVar("Item")
 Say = Callable[[str, int, str], None]

@@ -32,8 +32,7 @@ LIBRARY_PROCESS = "wandb-core"
 RUN_ID_FILE = "run_id"
 OFFLINE = ("offline", "disabled")
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-BEGIN_S = 30.0
-"""Time limit for the server when a run begins; after it these figures are lost."""
+BEGIN_S = 30.0  #: time limit for the server when a run begins; after it these figures are lost
 FINISH_S = 30.0
 
 

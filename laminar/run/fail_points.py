@@ -17,8 +17,7 @@ from laminar.names.failpoint_names import POINTS
 
 VARIABLE, STOP_VARIABLE = "LAMINAR_FAIL", "LAMINAR_STOP"
 SIGNALS = {VARIABLE: signal.SIGKILL, STOP_VARIABLE: signal.SIGSTOP}
-RUN_VARIABLE = "LAMINAR_FAIL_RUN"
-"""The run directory, for a process that gets it in no other way."""
+RUN_VARIABLE = "LAMINAR_FAIL_RUN"  #: the run directory, for a process that gets it in no other way
 
 
 class FailPoints:

@@ -31,14 +31,11 @@ from laminar.run.command_line import shell_command
 from laminar.run.directory import LOCK_FILE, PROCESSES_DIR
 from laminar.run.permissions import open_private, restrict_umask
 
-MOVE_WAIT_S = 5.0
-"""Timeout for a process that moves the directory, which is one rename."""
-ASK_WAIT_S = 0.5
-"""Timeout for a process that tests whether another one lives, which is one read."""
+MOVE_WAIT_S = 5.0  #: timeout for a process that moves the directory, which is one rename
+ASK_WAIT_S = 0.5  #: timeout for a process that tests whether another one lives, which is one read
 SOLE = ("coordinator", "serve")
 """Names that only one process of a run may have; its card is named after it."""
-SOLE_WAIT_S = 2.0
-"""Timeout for a killed process of that name to disappear."""
+SOLE_WAIT_S = 2.0  #: timeout for a killed process of that name to disappear
 _POLL_S = 0.02
 
 

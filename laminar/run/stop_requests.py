@@ -27,8 +27,7 @@ PAUSE, DRAIN, NOW = "pause", "drain", "now"
 
 A reason may follow.
 """
-END = signal.SIGUSR2
-"""The signal for a graceful end of the run, also under a batch system."""
+END = signal.SIGUSR2  #: the signal for a graceful end of the run, also under a batch system
 STARTER_GONE = ""
 
 

@@ -23,8 +23,7 @@ from laminar.storage.rules import Chunk, Row
 from laminar.storage.tables import Tables
 from laminar.storage.turn_handlers import TurnHandlers, effect_item, make_result
 
-REMOVED_AT_ONCE = 256
-"""Payloads removed per request, so that other requests are not held up."""
+REMOVED_AT_ONCE = 256  #: payloads removed per request, so that other requests are not held up
 
 
 class Handlers:

@@ -26,8 +26,7 @@ from laminar.config import AlgorithmConfig, ConfigError
 from laminar.training.algorithms.advantages import AdvantageInputs, Estimator
 from laminar.training.algorithms.policy_losses import PolicyLoss
 
-TRIED = "tried"
-"""Output after a successful trial: an exit code could come from the user's file."""
+TRIED = "tried"  #: output after a successful trial: an exit code could come from the user's file
 LENGTHS = (5, 1, 9, 3, 7, 2)
 ADVANTAGES = (0.9, -1.3, 0.4, -0.2, 1.7, -0.6)
 LossAndGradient = tuple[Tensor, Tensor]  #: losses and gradients of one sequence

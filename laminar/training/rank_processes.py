@@ -40,8 +40,7 @@ from laminar.run.permissions import open_private
 from laminar.training.trainer_state import CheckpointError
 
 BEAT_S = 1.0
-CLOSE_S = 5.0
-"""Time that ranks have to exit by themselves before they are killed."""
+CLOSE_S = 5.0  #: time that ranks have to exit by themselves before they are killed
 SETTLE_S = 0.5
 """Wait for the exit of a rank after another one fails, as it may be the cause: a collective fails
 on all other ranks at once."""

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-ALIGNMENT = 8
-"""The header is padded with spaces to a multiple of this."""
+ALIGNMENT = 8  #: the header is padded with spaces to a multiple of this
 BLOCK_BYTES = 1 << 24  #: in one write
 
 

@@ -12,8 +12,7 @@ import pytest
 from tools.check.rows import cuts
 from tools.kit.real_run import check, read_json
 
-SMALL_BITS = 10
-"""Packets below 1,024 bytes pass: the mask of larger lengths is 0xfc00."""
+SMALL_BITS = 10  #: packets below 1,024 bytes pass: the mask of larger lengths is 0xfc00
 FAR = 2  #: the machine behind the narrow network
 REPLICAS = {f"rollout-{FAR}.0", f"rollout-{FAR}.1"}
 

@@ -14,8 +14,7 @@ from tools.kit.extras import needs_peft
 from tools.kit.rank_cases import CPU, make_samples
 from tools.kit.rank_group import RankGroup
 
-LIMIT = 1e-12
-"""Of two ways to add up the same numbers in float64."""
+LIMIT = 1e-12  #: of two ways to add up the same numbers in float64
 LONG = (70, 4, 3, 5, 4, 6, 3, 5)
 """The first is one rank's only sequence, while others need several passes for theirs."""
 SUSPECT = {"algorithm.rollout_correction.mismatch_limit": 1.5}

@@ -34,8 +34,7 @@ from laminar.training.steps import (
 from tools.kit.rank_cases import gradient, make_samples, replaced
 
 Make = Callable[..., Any]
-LIMIT = 1e-12
-"""Of two ways to add up the same numbers in float64."""
+LIMIT = 1e-12  #: of two ways to add up the same numbers in float64
 AGGREGATIONS = (
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
     "seq-mean-token-sum-norm",

@@ -43,8 +43,7 @@ from laminar.net.transport import ClientSocket, ServerSocket
 from tools.kit.real_run import ROOT, laminar
 from tools.kit.secrets import KEYS, SECRET
 
-SIZES = {150: 100_000, 4_096: 20_000, 65_536: 2_000}
-"""Messages of each size in one round."""
+SIZES = {150: 100_000, 4_096: 20_000, 65_536: 2_000}  #: messages of each size in one round
 CLIENTS, CLIENT_PROCESSES = 1_000, 4
 """Clients per process are limited: ZeroMQ allows 1,023 sockets, and a client takes two."""
 MESSAGE_RATIO_MAX, RUN_RATIO_MAX = 2.0, 1.05

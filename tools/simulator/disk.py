@@ -36,8 +36,7 @@ torn        everything but one sector, which is zeros, or where its file ends
 reordered   any sectors and names; a lost sector is zeros, or beyond the end of its file"""
 CRASH_MODES: tuple[CrashMode, ...] = get_args(CrashMode)
 
-SECTOR_BYTES = 512
-"""Unit that a disk writes as a whole or not at all."""
+SECTOR_BYTES = 512  #: unit that a disk writes as a whole or not at all
 
 
 class PowerCut(Exception):

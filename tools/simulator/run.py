@@ -28,8 +28,7 @@ from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import SECOND
 from tools.simulator.world import Observer, World
 
-STORY_LINES = 40
-"""Number of lines that are kept of a story: its last ones."""
+STORY_LINES = 40  #: number of lines that are kept of a story: its last ones
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

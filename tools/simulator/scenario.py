@@ -48,8 +48,7 @@ T = TypeVar("T")
 START_TIMEOUT_MS = 120_000
 ENGINE_START_MS = 30_000
 MAX_ERROR_PERMILLE = 500
-DATA_DIGEST = "data"
-"""Digest of the prompts, as the store reports it."""
+DATA_DIGEST = "data"  #: digest of the prompts, as the store reports it
 FORK_UNFINISHED, FORK_SAME_DATA = 0.2, 0.8
 """Share of the prompts that the other run left unfinished; share of forks that have its data."""
 BOUNDARIES: dict[str, tuple[int, ...]] = {
@@ -66,8 +65,7 @@ then the longest, or nearly every group would be given up for it, and the run wo
 LONG_LEASE_ROLES = ("node", "store", "trainer")
 
 
-ANSWERS_IN_A_WAIT = 8
-"""Answers of an environment that fit in a batch wait at least: timeouts nest."""
+ANSWERS_IN_A_WAIT = 8  #: answers of an environment that fit in a batch wait at least: timeouts nest
 
 
 def stream(seed: int, concern: str) -> random.Random:

@@ -42,8 +42,7 @@ from tools.simulator.scheduler import SECOND, Scheduler
 FIRST_NODE = "node-0"
 CALLS_PER_EVENT = 2_000
 """Limit at a hundred times the usual: beyond it something wakes up repeatedly and does nothing."""
-CALLS_PER_LOOK = 16
-"""Calls between two looks whether a run has made too many calls or events."""
+CALLS_PER_LOOK = 16  #: calls between two looks whether a run has made too many calls or events
 Observer = Callable[[Stamped, list[Command], State], None]
 
 

@@ -43,8 +43,7 @@ from laminar.weights.version.hashes import Bytes, build_manifest
 from laminar.weights.version.restored import RestoredVersion, restore_version
 
 WEIGHTS_FILE = "emulated_weights.bin"
-TENSORS = 8
-"""Tensors of equal size; each step changes one of them."""
+TENSORS = 8  #: tensors of equal size; each step changes one of them
 
 
 class EmulatedRewards:

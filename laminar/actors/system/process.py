@@ -51,8 +51,7 @@ from laminar.run.stop_requests import (
 
 SWITCH_INTERVAL_S = 0.0005
 """Lower than Python's 5 ms, so that a computing thread does not delay the event loop."""
-STACK_SIGNAL = signal.SIGUSR2
-"""The signal on which an actor writes the stacks of its threads."""
+STACK_SIGNAL = signal.SIGUSR2  #: the signal on which an actor writes the stacks of its threads
 WATCH_S = 0.5
 
 

@@ -31,8 +31,7 @@ from laminar.run.lock import RunLock
 from laminar.run.process_guard import adopt_orphans
 from laminar.weights.arena.arena import sweep_arenas
 
-REAP_S = 1.0
-"""Interval of the search for children of killed actors, which are then the node's."""
+REAP_S = 1.0  #: interval of the search for children of killed actors, which are then the node's
 
 
 def assign_gpus(

@@ -21,12 +21,9 @@ if TYPE_CHECKING:
     from laminar.actors.trainer import TrainingRecord
     from laminar.training.rank_processes import RankProcesses
 
-COMMON = "torch"
-"""The kind of all processes except those of another engine."""
-EMULATED = "emulated"
-"""The kind of all processes in a run without models."""
-RANK_LOST_S = 5.0
-"""Time limit for a trainer that lost a rank to report it and leave."""
+COMMON = "torch"  #: the kind of all processes except those of another engine
+EMULATED = "emulated"  #: the kind of all processes in a run without models
+RANK_LOST_S = 5.0  #: time limit for a trainer that lost a rank to report it and leave
 _TOKENIZER = "transformers.models.auto.tokenization_auto"
 _MODEL = "transformers.models.auto.modeling_auto"
 _MODULES = {

@@ -36,8 +36,7 @@ from laminar.actors.system.warm_process import (
 FORK_S = 60.0
 """Time limit for a fork, normally milliseconds; a swapping machine may take 1000 times longer."""
 CLOSE_S = 2.0
-TRIES = 3
-"""Warm processes tried per actor: an import that crashes would crash again."""
+TRIES = 3  #: warm processes tried per actor: an import that crashes would crash again
 OWN_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else asking whether there is a GPU opens it

@@ -35,8 +35,7 @@ from laminar.core.state.state import State
 from laminar.events.base import Command, Event, Stamped
 from laminar.run.renames import rename
 
-ROW_GROUP = 50_000
-"""Rows held before they are written: some 20 MB of events."""
+ROW_GROUP = 50_000  #: rows held before they are written: some 20 MB of events
 
 TIME = pa.timestamp("us", tz="UTC")  # Python and pandas read it without loss
 SCHEMAS = {

@@ -26,8 +26,7 @@ from laminar.config import ConfigError
 from laminar.run.directory import TIMELINE_DIR, list_parts, older_parts
 
 ROW_BYTES = 4 * 8
-COUNT_MAX = 1 << 40
-"""Largest plausible number of sequences or tokens; any time in ns is larger."""
+COUNT_MAX = 1 << 40  #: largest plausible number of sequences or tokens; any time in ns is larger
 JOIN_NS = 20_000_000
 """Longest gap within continuous stepping, 20 ms: commands are processed between steps."""
 

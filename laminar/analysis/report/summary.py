@@ -56,8 +56,7 @@ from laminar.run.renames import write_whole
 
 RATE_PARTS = 20
 """Parts of the sampling time; the interval of the throughput is taken over their rates."""
-LEFT_OUT_SHOWN = 32
-"""Most excluded replicas and versions listed; the log has all."""
+LEFT_OUT_SHOWN = 32  #: most excluded replicas and versions listed; the log has all
 
 MEMORY = (
     "perf/max_memory_allocated_gb", "perf/max_resident_gb", "perf/estimated_memory_gb",

@@ -21,8 +21,7 @@ from laminar.analysis.log.evaluations import (
 from laminar.analysis.report.page_data import PageData
 from laminar.analysis.report.utilization import NEARLY_EMPTY
 
-ENDS_SHARE = 0.1
-"""Share of the steps averaged at either end, because single batches vary."""
+ENDS_SHARE = 0.1  #: share of the steps averaged at either end, because single batches vary
 
 
 def format_headline(data: PageData) -> Iterator[tuple[str, str]]:

@@ -28,8 +28,7 @@ from laminar.analysis.log.intervals import (
 from laminar.analysis.log.timeline import Steps, TimelineSpan, select_state
 
 NEARLY_EMPTY = 8  #: threshold: one in this many slots
-GAPS_MIN = 20
-"""Fewest intervals for a meaningful 95th percentile."""
+GAPS_MIN = 20  #: fewest intervals for a meaningful 95th percentile
 
 
 class PublishTiming(NamedTuple):

@@ -33,8 +33,7 @@ from laminar.events.reasons import DropReason, EndKind
 from laminar.names import exit_codes
 from laminar.names.roles import Role
 
-DATA = "data"
-"""The subject of failures of the prompts."""
+DATA = "data"  #: the subject of failures of the prompts
 EXPORT_TIMEOUT_MS = 1_800_000
 """The timeout for writing and reading back a large model on a shared file system."""
 

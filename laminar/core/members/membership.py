@@ -39,8 +39,7 @@ from laminar.names.roles import ACTOR_ROLES, Role
 REPLACED = "another process has its place"
 FORMER_MAX = 4
 """The boots remembered per node: after a network cut, the hello of an ended one comes soon."""
-SINGLE_ROLES = (Role.STORE, Role.TRAINER)
-"""Roles of which a run has one process, which it needs."""
+SINGLE_ROLES = (Role.STORE, Role.TRAINER)  #: roles of which a run has one process, which it needs
 
 
 @handles(ev.ActorJoined, valid=accept_any)

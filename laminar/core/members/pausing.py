@@ -25,8 +25,7 @@ from laminar.core.versions import broadcast, publishing
 from laminar.events import commands as cmd
 from laminar.names import exit_codes
 
-RUN = "run"
-"""The subject of requests of the user."""
+RUN = "run"  #: the subject of requests of the user
 RESUMABLE_PHASES = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
 """Phases in which every resumable run can be stopped at once."""
 STOP_TIMEOUT_MS = 20_000

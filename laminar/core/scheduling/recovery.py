@@ -33,8 +33,7 @@ from laminar.names.ids import Purpose, TrajectoryId
 
 DEATHS_MAX = 3
 """The number of replica deaths after which a prompt is quarantined (as in dask for bad tasks)."""
-SERVED_MS = 1_000
-"""The interval at which waiting work checks whether its version is still served."""
+SERVED_MS = 1_000  #: the interval at which waiting work checks whether its version is still served
 EVALUATION_ATTEMPTS_MAX = 3
 """The attempts after which an evaluation sample is missing: an evaluation always ends."""
 

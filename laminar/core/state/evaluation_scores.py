@@ -26,8 +26,7 @@ REPORTED_FIELDS = (
     "mean_length", "truncated_share", "extras",
 )  # fmt: skip
 """The reported fields of an evaluation."""
-EXTRAS_MAX = 32
-"""The maximum number of further figures in one evaluation; the first ones are kept."""
+EXTRAS_MAX = 32  #: the maximum number of further figures in one evaluation; the first ones are kept
 
 
 class PromptScores(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -36,8 +36,7 @@ PROPOSAL_TIMEOUT_MS = 5_000
 """The timeout of a strategy, which sees metadata only; the trainer idles meanwhile."""
 TRAIN_TIMEOUT_MS = 7_200_000
 """The timeout of one batch: more than a large model takes, and a hang does not cost a night."""
-GRADIENT = "gradient"
-"""The subject of failures of the gradient."""
+GRADIENT = "gradient"  #: the subject of failures of the gradient
 
 # --- batches ----------------------------------------------------------------------------------
 

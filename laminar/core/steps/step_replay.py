@@ -36,8 +36,7 @@ LOAD_TIMEOUT_MS = 1_800_000
 """The timeout for loading parameters and moments of a large model from a shared file system."""
 DEATHS_MAX = 3
 """The trainers that a batch may end before the run ends, like DEATHS_MAX of recovery.py."""
-NAMED_MAX = 8
-"""The most groups of such a batch that are named."""
+NAMED_MAX = 8  #: the most groups of such a batch that are named
 
 
 # --- loss and return of the trainer ---------------------------------------------------------------

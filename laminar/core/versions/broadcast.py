@@ -43,10 +43,8 @@ SLOT_TIMEOUT_MS = RECEIVE_TIMEOUT_MS + 30_000
 A slot that they hold is free when their own timeout is over, and its relay has been restarted."""
 STALLS_MAX = 3
 """The stalls in a row, of about 10 s each, after which a hop is taken to carry no weights."""
-LAG_MS = 1_000
-"""The delay of a transfer below which a hop is never slow, whatever its share."""
-LAG_SHARE = 4
-"""The divisor of a slow hop: it adds more than a quarter of its own duration."""
+LAG_MS = 1_000  #: the delay of a transfer below which a hop is never slow, whatever its share
+LAG_SHARE = 4  #: the divisor of a slow hop: it adds more than a quarter of its own duration
 LAGS_MAX = 3
 """The slow transfers in a row that move a relay to the end: a passing cause has passed by then."""
 

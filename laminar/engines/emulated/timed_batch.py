@@ -24,8 +24,7 @@ from laminar.engines.emulated.timing import EngineTiming
 SPARE_SHARE = 0.01
 """Share of the cache that admission leaves free: else the next steps would preempt again."""
 
-NO_LIMIT = 1 << 62
-"""Tokens: more than any cache must hold."""
+NO_LIMIT = 1 << 62  #: tokens: more than any cache must hold
 
 
 class _TimedSequence:

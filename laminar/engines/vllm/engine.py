@@ -45,8 +45,7 @@ from laminar.names.process_end import describe_exit
 
 T = TypeVar("T")
 
-RPC_TIMEOUT_S = 60.0
-"""Pause, reset, resume and abort take milliseconds."""
+RPC_TIMEOUT_S = 60.0  #: pause, reset, resume and abort take milliseconds
 LOAD_TIMEOUT_S = 600.0
 """Copying and packing a version takes a second per gigabyte, ten on a slow machine."""
 STALL_TIMEOUT_S = 60.0

@@ -43,8 +43,7 @@ from laminar.tasks.environments.turns import (
 from laminar.tasks.rewards.results import RewardCall, RewardResult, apply_error_score
 
 CUT_OFF = "length"  #: finish reason of a turn that ended at its limit
-ANSWERED_MAX = 1024
-"""Maximum finished trajectories whose answers are kept for repeated requests."""
+ANSWERED_MAX = 1024  #: maximum finished trajectories whose answers are kept for repeated requests
 
 Intend = Callable[[tuple[Effect, ...]], Awaitable[None]]
 

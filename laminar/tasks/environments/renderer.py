@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from laminar.tasks.environments.user_class import Schemas
 
-CONVERSATIONS = 200
-"""Random conversations on which a template is tested; takes about a second."""
+CONVERSATIONS = 200  #: random conversations on which a template is tested; takes about a second
 TURNS_MAX, CALLS_TRIED, WORDS_MAX = 3, 2, 6
 _WORDS = (
     "sum",

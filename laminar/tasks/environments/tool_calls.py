@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
     from laminar.tasks.environments.user_class import Schemas
 
-CALLS_MAX = 16
-"""Maximum calls run per turn; each may take env.tool_timeout_s."""
+CALLS_MAX = 16  #: maximum calls run per turn; each may take env.tool_timeout_s
 TEXT_CHARS_MAX = 16_384
 """Maximum size of a call's arguments, and of its answer, which the store keeps."""
-DEPTH_MAX = 32
-"""Maximum nesting of a call's arguments; encoders recurse, each to another depth."""
+DEPTH_MAX = 32  #: maximum nesting of a call's arguments; encoders recurse, each to another depth
 THINK, THOUGHT = "<think>", "</think>"
 _TAGGED = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|\Z)", re.DOTALL)
 _FENCED = re.compile(r"^ {0,3}(`{3,}|~{3,}).*?^ {0,3}\1[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)

@@ -23,10 +23,8 @@ from laminar.tasks.data.prompts import PromptRow
 FAILURES = ("error", "timeout", "not-a-number", "wrong-length")
 """Failures of a function: it raised, ran too long, did not return a finite number or, as a group
 function, a list with an entry per response. The response gets `reward.error_score`."""
-FULL_SCORE = 1.0
-"""Score of a correct response; several datasets give partial credit to wrong ones."""
-EXTRAS_MAX = 32
-"""Maximum extras kept with a score; each can be a metric."""
+FULL_SCORE = 1.0  #: score of a correct response; several datasets give partial credit to wrong ones
+EXTRAS_MAX = 32  #: maximum extras kept with a score; each can be a metric
 NAME_CHARS, TEXT_CHARS = 64, 256
 
 Extras = dict[str, float | str]

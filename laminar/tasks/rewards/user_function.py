@@ -40,8 +40,7 @@ from laminar.tasks.rewards.results import (
 
 Function = Callable[..., Any]
 
-IMPORT_TIMEOUT_S = 120.0
-"""Time limit of the import of a user's file."""
+IMPORT_TIMEOUT_S = 120.0  #: time limit of the import of a user's file
 
 ENVIRONMENTS = "environments"
 """TRL's parameter for the environment objects of the completions."""

@@ -29,11 +29,9 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 CRITIC_MODEL_FILE = f"critic/{MODEL_FILE}"
 CRITIC_OPTIMIZER_FILE = f"critic/{OPTIMIZER_FILE}"
 DIGESTS_FILE = "digests.json"
-REQUIRED_FILES = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)
-"""Files of every checkpoint."""
+REQUIRED_FILES = (MODEL_FILE, OPTIMIZER_FILE, RESUME_FILE)  #: files of every checkpoint
 OPTIONAL_FILES = (ADAPTER_FILE, CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE)
-BLOCK_BYTES = 1 << 24
-"""Bytes per read."""
+BLOCK_BYTES = 1 << 24  #: bytes per read
 NO_BYTES = xxhash.xxh3_128_hexdigest(b"")
 _Digests = dict[str, str | list[tuple[int, str]]]
 """By file: the digest of the whole, or lengths and digests of its spans, in order."""

@@ -28,8 +28,7 @@ NORMS = 2  #: norms of a layer, over the hidden size
 LOGIT_BUFFERS, LOGIT_BUFFERS_WITH_BONUS = 4, 5
 """Live [tokens of a chunk, vocabulary] float32 tensors, at most; an entropy bonus adds one, because
 the entropy is differentiated too."""
-HEAD_SUMS = 3
-"""Live gradients of a head while two of them are added: both, and their sum."""
+HEAD_SUMS = 3  #: live gradients of a head while two of them are added: both, and their sum
 
 Shapes = Mapping[str, tuple[int, ...]]
 Offload = Literal["none", "all"]

@@ -29,8 +29,7 @@ from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.manifest import Draft, Manifest
 from laminar.weights.version.table import VersionTable
 
-STALLED_S = 5.0
-"""Time without a byte, while bytes are due, after which a stall is reported."""
+STALLED_S = 5.0  #: time without a byte, while bytes are due, after which a stall is reported
 
 
 class PlaneError(RuntimeError):

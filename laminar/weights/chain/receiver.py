@@ -51,10 +51,8 @@ from laminar.weights.version.copy import VersionCopy, pack_have
 from laminar.weights.version.manifest import count_chunks
 from laminar.weights.version.table import VersionTable
 
-SLOW_S = 60.0
-"""Interval of pace reports of a version; most transfers end before the first."""
-REFUSALS_MAX = 3
-"""Number of damaged arrivals of the same chunk or block that ends a connection."""
+SLOW_S = 60.0  #: interval of pace reports of a version; most transfers end before the first
+REFUSALS_MAX = 3  #: number of damaged arrivals of the same chunk or block that ends a connection
 
 
 class Forwarder(Protocol):

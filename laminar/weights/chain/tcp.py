@@ -30,8 +30,7 @@ from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
 from laminar.weights.chain.wire import BadBytes, FrameHeader, FrameKind
 
 BACKLOG = 16
-USER_TIMEOUT_MS = 10_000
-"""Timeout without acknowledgements, as from a machine that lost power."""
+USER_TIMEOUT_MS = 10_000  #: timeout without acknowledgements, as from a machine that lost power
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4))
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 _QUEUED_BYTES_MAX = 2 * wire.MESSAGE_BYTES_MAX

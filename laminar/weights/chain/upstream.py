@@ -43,10 +43,8 @@ from laminar.weights.version.table import VersionTable
 
 OLD_CHAIN = "old-chain"  #: reason for which a relay of this run is refused
 PENDING_PEERS_MAX = 8
-FETCHES_MAX = 8
-"""Maximum relays that fetch versions from this one at a time."""
-HANDSHAKE_TIMEOUT_S = 5.0
-"""Timeout of connecting and the handshake, on both sides."""
+FETCHES_MAX = 8  #: maximum relays that fetch versions from this one at a time
+HANDSHAKE_TIMEOUT_S = 5.0  #: timeout of connecting and the handshake, on both sides
 
 PollEntry = tuple[Endpoint, int, Callable[[int], None]]
 """Endpoint to poll, events to poll for, and the action to call with the events that occurred."""

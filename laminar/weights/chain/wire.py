@@ -36,8 +36,7 @@ from laminar.weights.version.manifest import MANIFEST_BYTES_MAX, Draft
 
 MAGIC = b"LMRW"
 WIRE_VERSION = 1
-HANDSHAKE_BYTES_MAX = 4096
-"""Maximum size of a message from an unauthenticated peer."""
+HANDSHAKE_BYTES_MAX = 4096  #: maximum size of a message from an unauthenticated peer
 MESSAGE_BYTES_MAX = MANIFEST_BYTES_MAX
 CHUNK_BYTES_MAX = 64 << 20
 """Maximum size of a chunk; chunks have 1 to 4 MiB unless configured otherwise."""

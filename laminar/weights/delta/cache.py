@@ -19,8 +19,7 @@ from laminar.weights.delta.codec import Block, compute_block_spans, encode_block
 from laminar.weights.version.copy import VersionCopy
 from laminar.weights.version.manifest import ITEM_BYTES, Draft
 
-ITEM_SIZES = (2, 4)
-"""Element sizes, in bytes, for which deltas are supported."""
+ITEM_SIZES = (2, 4)  #: element sizes, in bytes, for which deltas are supported
 
 
 class Delta:

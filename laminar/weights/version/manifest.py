@@ -21,8 +21,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-ALIGNMENT = 64
-"""Alignment of tensors in bytes: a cache line, and a multiple of every item size."""
+ALIGNMENT = 64  #: alignment of tensors in bytes: a cache line, and a multiple of every item size
 MANIFEST_BYTES_MAX = 64 << 20
 """Maximum size of a manifest; 1 TB in chunks of 1 MiB with 100,000 tensors needs about 20 MB."""
 CHUNKS_MAX = 1 << 22

@@ -223,6 +223,8 @@ async def test_a_worker_that_dies_between_calls_costs_no_retry(spec):
         os.kill(worker, signal.SIGKILL)
         await ends(worker)
         await ends(child)
+        while not pool._workers[0].ended:  # its guard ends after them
+            await asyncio.sleep(0.01)
         assert summary(await pool.compute_rewards(call("right"))) == [(1.0, "ok")]
         assert pool.workers_lost == 0
 

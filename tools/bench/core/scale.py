@@ -52,8 +52,7 @@ from laminar.weights.arena.arena import SHARED_MEMORY
 from tools.bench.core.cluster import GROUP_SIZE, Cluster
 from tools.bench.core.stories import STORIES, Story, newer_version
 
-STEPS_UNDER_WAY = 80
-"""Batches among the running trajectories: each holds 2,000 of 160,000."""
+STEPS_UNDER_WAY = 80  #: batches among the running trajectories: each holds 2,000 of 160,000
 TIMES = 5  #: measurements, of which the median counts
 EVENT_MS = 50.0
 LOSS_S = 2.0

@@ -19,8 +19,7 @@ from tools.bench.repack.in_flight import InFlight
 from tools.bench.repack.measures import Seen, Setup
 from tools.bench.repack.world import RepackWorld
 
-CACHE_TOKENS = 800_000
-"""Cache of four GPUs of 80 GB next to the weights, at 256 KiB per token."""
+CACHE_TOKENS = 800_000  #: cache of four GPUs of 80 GB next to the weights, at 256 KiB per token
 LIMIT = 16_000  #: maximum tokens of a response
 
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from tools.bench.weights.network import host
 
-IO_BYTES = 1 << 20
-"""Bytes of one call; larger calls are not faster."""
+IO_BYTES = 1 << 20  #: bytes of one call; larger calls are not faster
 LIMIT_S = 300.0
 _CONTEXT = mp.get_context("fork")
 _MADV_POPULATE_WRITE = 23  # not defined in Python's mmap

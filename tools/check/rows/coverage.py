@@ -39,8 +39,7 @@ TESTS = (
         "tests/net/test_net_frames.py",
     ),
 )
-TIMEOUT_S = 900
-"""Time limit of one test; coverage slows it down several times."""
+TIMEOUT_S = 900  #: time limit of one test; coverage slows it down several times
 
 
 class Summary(msgspec.Struct):

@@ -27,8 +27,7 @@ from laminar.names.ports import Disk, InlineBackground
 from tools.kit.logs import digests, real_run, records_of
 from tools.simulator.disk import CrashMode, PowerCut, SimDisk
 
-MORE = 12
-"""Events that a successor adds: enough for turns with and without sync and a new segment."""
+MORE = 12  #: events that a successor adds: enough for turns with and without sync and a new segment
 
 
 class Scenario(NamedTuple):

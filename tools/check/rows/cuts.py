@@ -44,8 +44,7 @@ SETTINGS = (
 )  # fmt: skip
 CUT_S = 8.0
 FLAP_S, FLAPS = 2.0, 5
-SETTLE_S = 25.0
-"""Wait after a cut, in which lost processes return and ZeroMQ and TCP reconnect."""
+SETTLE_S = 25.0  #: wait after a cut, in which lost processes return and ZeroMQ and TCP reconnect
 FAULTS = (
     ("cut", 1), ("cut", 2), ("cut", 0), ("one-way", 1), ("one-way", 0), ("flapping", 2),
 )  # fmt: skip

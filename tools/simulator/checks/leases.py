@@ -24,15 +24,13 @@ from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import MS
 from tools.simulator.world import World
 
-MACHINES_MIN = 3
-"""Fewest machines with a majority: of two, either may be the one that is cut off."""
+MACHINES_MIN = 3  #: fewest machines with a majority: of two, either may be the one that is cut off
 _LOSSES = (
     FailureKind.STORE_LOST, FailureKind.TRAINER_LOST, FailureKind.RELAY_LOST,
     FailureKind.REPLICAS_LOST,
 )  # fmt: skip
 """Losses of a process that its node might restart."""
-SILENT = 0.75
-"""Part of the short lease after which a machine counts as silent, with a margin."""
+SILENT = 0.75  #: part of the short lease after which a machine counts as silent, with a margin
 
 
 class Leases:

@@ -67,8 +67,7 @@ _CAUSES_OF_RUN = {
 """Causes of a run's failure; other kinds have a loss, OVERDUE any timer, and NO_VARIANCE whatever
 ended the last sibling."""
 _OVER = (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
-LATE_NS = 5 * SECOND
-"""Longest time from a deadline to the turn in which it takes effect."""
+LATE_NS = 5 * SECOND  #: longest time from a deadline to the turn in which it takes effect
 
 
 class Opened(NamedTuple):

@@ -43,8 +43,7 @@ from tools.simulator.disk import SimDisk
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.world import World
 
-SMALL = 16
-"""Trajectories and replicas up to which the whole state is checked after every event."""
+SMALL = 16  #: trajectories and replicas up to which the whole state is checked after every event
 DEATHS_MAX = 3
 WAITS_MAX = 3
 UNBLAMED = CUT_OFF, LEFT = "cut off", "left"

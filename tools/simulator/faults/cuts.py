@@ -21,12 +21,10 @@ from tools.simulator.faults.targeted import HELD
 FIRST = "node-0"
 SERVERS = ("store", "relay")
 """Roles that receive requests of others, in addition to the coordinator."""
-APART = 0.3
-"""Part of the cuts for which the coordinator is on a separate machine."""
+APART = 0.3  #: part of the cuts for which the coordinator is on a separate machine
 BEYOND = 0.2
 """Part of the cuts that exceed the long lease, unless the coordinator is on a separate machine."""
-HOLDS = 0.5
-"""Part of the cuts that hold what is sent."""
+HOLDS = 0.5  #: part of the cuts that hold what is sent
 FLAPS = 5
 FLAP = 0.25
 """Number of cuts of a line that flaps; length of each, and of the gap after it, in short leases."""

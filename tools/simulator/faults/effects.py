@@ -28,12 +28,9 @@ AWAITED: dict[str, tuple[str, ...]] = {
     "rollout": ("store", "relay"),
 }  # fmt: skip
 """Roles that a process of a role waits for while it works."""
-TRAINER_LOSSES = 4
-"""Most losses of the trainer in one run."""
-UNHEARD_S = 1.5
-"""Time longer than it takes to write a checkpoint, and much shorter than a lease."""
-KILLED = 0.5
-"""Part of the lost nodes that are killed."""
+TRAINER_LOSSES = 4  #: most losses of the trainer in one run
+UNHEARD_S = 1.5  #: time longer than it takes to write a checkpoint, and much shorter than a lease
+KILLED = 0.5  #: part of the lost nodes that are killed
 
 
 class Effects:

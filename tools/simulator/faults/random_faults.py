@@ -25,10 +25,8 @@ from tools.simulator.scheduler import MS
 
 Strike = Callable[[Effects, random.Random], None]
 Blow = Callable[[Effects, random.Random, SimProcess], None]
-SHORT = 0.3
-"""Part of the short lease for which a process that must not be lost may be cut off."""
-STORE_FULL_S = 10.0
-"""Longest fill of the store's disk, well below coordinator.disk_full_timeout_s."""
+SHORT = 0.3  #: part of the short lease for which a process that must not be lost may be cut off
+STORE_FULL_S = 10.0  #: longest fill of the store's disk, well below coordinator.disk_full_timeout_s
 BEYOND, LONGEST = 0.3, 1.5
 """Part of the silences of nodes that exceed their lease; length of the longest one in leases."""
 

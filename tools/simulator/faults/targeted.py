@@ -30,10 +30,8 @@ LAST_WORDS: dict[str, Event] = {
     "leaves": ev.ActorLeft(),
     "complains": ev.ActorFailed(reason="out of memory", user_error=False),
 }
-SILENCE = 1.5
-"""Length of that pause in leases."""
-HELD = 0.8
-"""Part of its lease for which a process may be paused without being lost."""
+SILENCE = 1.5  #: length of that pause in leases
+HELD = 0.8  #: part of its lease for which a process may be paused without being lost
 SLOW = 20.0
 SLOW_REWARDS = 5.0
 

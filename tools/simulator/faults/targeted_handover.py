@@ -16,10 +16,8 @@ from tools.simulator.faults.targeted import HELD, TargetedFault, evaluated, hold
 
 STRIKES_MAX = 3
 STORE = "store-0"
-WAY_TO_THE_STORE = 4.0
-"""Message delays from an order to release until the store has answered."""
-HURRY = 0.02
-"""Slowness of a replica that is to be empty soon."""
+WAY_TO_THE_STORE = 4.0  #: message delays from an order to release until the store has answered
+HURRY = 0.02  #: slowness of a replica that is to be empty soon
 
 
 class HandoverFault(TargetedFault):

@@ -19,10 +19,8 @@ from tools.simulator.faults.targeted import HELD, TargetedFault
 
 STRIKES_MAX = 3
 STORE = "store-0"
-LOAD = 2.0
-"""Load times from an order until the weights are verified, without the flush before it."""
-LOADS_MAX = 3
-"""Most loads in a row that prove wrong; the second in a row restarts the replica."""
+LOAD = 2.0  #: load times from an order until the weights are verified, without the flush before it
+LOADS_MAX = 3  #: most loads in a row that prove wrong; the second in a row restarts the replica
 
 
 class LoadFault(TargetedFault):

@@ -19,8 +19,7 @@ from tools.simulator.faults.effects import Effects
 from tools.simulator.faults.targeted import TargetedFault
 
 FIRST = "node-0"
-TIMES = 2
-"""Most deaths of the machine in one phase."""
+TIMES = 2  #: most deaths of the machine in one phase
 
 
 def _training(state: State) -> bool:

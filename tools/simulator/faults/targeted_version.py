@@ -31,8 +31,7 @@ from tools.simulator.runtime.process import SimProcess
 from tools.simulator.scenario import seconds
 from tools.simulator.scheduler import MS
 
-LOSS_HEARD_NS = 50 * MS
-"""Time by which the coordinator mostly knows that a process died."""
+LOSS_HEARD_NS = 50 * MS  #: time by which the coordinator mostly knows that a process died
 
 
 class EvaluationOutOfReach(TargetedFault):

@@ -26,12 +26,10 @@ from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import stream
 from tools.simulator.scheduler import MS, SECOND
 
-RETRY_NS = 200 * MS
-"""Delay before lost data is resent."""
+RETRY_NS = 200 * MS  #: delay before lost data is resent
 GIVEN_UP_NS = 10 * SECOND
 """Time limit for an acknowledgement; USER_TIMEOUT_MS of weights/chain/tcp.py."""
-WINDOW = 8
-"""Maximum number of unread frames before the sender has to wait."""
+WINDOW = 8  #: maximum number of unread frames before the sender has to wait
 
 
 class Owner(NamedTuple):

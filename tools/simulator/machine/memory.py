@@ -25,10 +25,8 @@ from laminar.weights.version.hashes import Bytes, WeightsCorrupt, build_manifest
 from tools.simulator.machine.versions import CHUNK_BYTES, ModelDirectory, manifest_for
 from tools.simulator.runtime.process import SimProcess
 
-DIGEST_S = 0.05
-"""Time to digest a whole version, or some received chunks."""
-COPY_S = 0.1
-"""Time to copy a version into a slot, or to duplicate it."""
+DIGEST_S = 0.05  #: time to digest a whole version, or some received chunks
+COPY_S = 0.1  #: time to copy a version into a slot, or to duplicate it
 
 
 class SimArena:

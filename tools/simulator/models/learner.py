@@ -32,8 +32,7 @@ from tools.simulator.runtime.violation import Violation
 LAYOUT = steps.ModelLayout(SHAPES, "float32")
 UNCHANGED = 0.1
 """Share of steps without signal: they publish the weights of the step before under a new number."""
-MOMENT_CHARS = 66
-"""Length of a moment, which remembers two batches."""
+MOMENT_CHARS = 66  #: length of a moment, which remembers two batches
 
 
 class Lineage:

@@ -40,8 +40,7 @@ from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.scenario import seconds
 from tools.simulator.turns import begin_of, made_of, prompt_with
 
-DIES_S = 0.1
-"""Time until a poisonous prompt kills the replica that runs it."""
+DIES_S = 0.1  #: time until a poisonous prompt kills the replica that runs it
 
 
 class ReplicaEngine(ClockEngine):

@@ -37,8 +37,7 @@ from tools.simulator.runtime.exits import Exits
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import seconds, stream
 
-SAFETY_NS = 250 * MS
-"""Maximum time between two looks of a loop at its socket and links."""
+SAFETY_NS = 250 * MS  #: maximum time between two looks of a loop at its socket and links
 FRAMES_PER_TURN = 512
 FAREWELL_NS = seconds(3.0)
 LATE_S = 3.0

@@ -26,8 +26,7 @@ Ts = TypeVarTuple("Ts")
 
 CALLBACKS_MAX = 200_000
 """Maximum callbacks at one instant; beyond it, a task yields endlessly without waiting."""
-WAITS_MAX = 1_000
-"""Maximum number of awaits of a coroutine while it is being closed."""
+WAITS_MAX = 1_000  #: maximum number of awaits of a coroutine while it is being closed
 TASKS_KEPT = 64
 """Number of tasks at which finished ones are removed; later, at twice the tasks left plus this."""
 

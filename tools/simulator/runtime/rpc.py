@@ -24,15 +24,11 @@ from tools.simulator.context import Process
 from tools.simulator.runtime.loop import SimLoop
 from tools.simulator.scheduler import MS, Action
 
-RETRY_NS = 400 * MS
-"""Longer than a round trip, so that retries are rare on a healthy network."""
-TURN_NS = MS // 5
-"""Time within which arriving requests form one turn of a server."""
-AGAIN_NS = 250 * MS
-"""Pause before a deferred request is handled again."""
+RETRY_NS = 400 * MS  #: longer than a round trip, so that retries are rare on a healthy network
+TURN_NS = MS // 5  #: time within which arriving requests form one turn of a server
+AGAIN_NS = 250 * MS  #: pause before a deferred request is handled again
 FLUSH_POLL_S = 0.05
-LEASE_LOOKS = 3
-"""Checks for lost peers within one lease."""
+LEASE_LOOKS = 3  #: checks for lost peers within one lease
 
 Requests = tuple[tuple[int, bytes], ...]
 Replies = tuple[tuple[int, bytes | RpcError], ...]
