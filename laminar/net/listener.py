@@ -77,7 +77,7 @@ class Listener:
         while not self._closed.is_set():
             with suppress(OSError):  # closed meanwhile
                 while len(self._held) < HELD:
-                    self._held.append(os.dup(self._sock.fileno()))
+                    self._held.append(os.open(os.devnull, os.O_RDONLY))
                 self._keep_reserve()
             if self._monitor.poll(LOOK_MS):
                 self.rejected += bool(next_event(self._monitor) & FINAL_REFUSALS)

@@ -64,10 +64,10 @@ def test_a_connection_on_which_nothing_is_sent_takes_no_descriptor(opened, serve
 
 def test_strangers_that_begin_a_handshake_leave_the_reserve(opened, server, strangers):
     """Their connections end in time, so that a client of the run is served then."""
-    for sock in strangers:
+    for sock in strangers[: STRANGERS // 2]:  # attempts to connect are dropped beyond the limit
         connect(sock, server)
         sock.send(b"\xff")
-    while not server._listener.rejected:
+    while server._listener._held:  # freed once few are left
         time.sleep(0.01)
     assert is_served(opened, server)
 
