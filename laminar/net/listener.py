@@ -69,18 +69,20 @@ class Listener:
         server.bind(f"tcp://{ip}:{port}")
         threading.Thread(target=self._guard_descriptors, name="listener", daemon=True).start()
 
-    def close(self) -> None:
+    def close(self, server: zmq.Socket[bytes]) -> None:
         self._closed.set()
+        server.disable_monitor()  # before its reader is closed, or ZeroMQ's threads block on it
         self._sock.close()
 
     def _guard_descriptors(self) -> None:
-        while not self._closed.is_set():
+        event = 0
+        while event != zmq.EVENT_MONITOR_STOPPED:
             with suppress(OSError):  # closed meanwhile
                 while len(self._held) < HELD:
                     self._held.append(os.open(os.devnull, os.O_RDONLY))
                 self._keep_reserve()
-            if self._monitor.poll(LOOK_MS):
-                self.rejected += bool(next_event(self._monitor) & FINAL_REFUSALS)
+            event = next_event(self._monitor) if self._monitor.poll(LOOK_MS) else 0
+            self.rejected += bool(event & FINAL_REFUSALS)
         self._free_descriptors()
         self._monitor.close(0)
 

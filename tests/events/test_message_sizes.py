@@ -170,6 +170,6 @@ def test_few_origins_are_all_reported() -> None:
 
 def test_a_message_that_nobody_would_take_is_named_with_its_size() -> None:
     failed = ev.ActorFailed(reason="x" * MESSAGE_BYTES_MAX, user_error=False)
-    size = MESSAGE_BYTES_MAX + 51
+    size = MESSAGE_BYTES_MAX + 57
     with pytest.raises(MessageTooLarge, match=rf"actor-failed has {size} bytes, above .*15728640"):
         encode(failed)

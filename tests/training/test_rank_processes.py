@@ -49,7 +49,8 @@ class Told:
         )
 
     def processes(self) -> list[psutil.Process]:
-        found = [p for p in psutil.Process().children() if "rank_program" in " ".join(p.cmdline())]
+        children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+        found = [p for p in children if "rank_program" in " ".join(p.cmdline())]
         return sorted(found, key=lambda process: int(process.cmdline()[4]))
 
 
