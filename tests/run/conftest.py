@@ -10,7 +10,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,25 @@ def train(directory: Path, *arguments: str, config: str = "configs/quickstart.to
     place = f"run.output_dir={directory}", "run.name=run"
     done = laminar("train", "-c", config, *arguments, *place)
     return Finished(directory / "run", done.returncode, done.stdout + done.stderr)
+
+
+@contextmanager
+def begun(run: Path, arguments: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that has trained a step, or has ended; what is left of its command is killed."""
+    with subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            while not (run / "trainer_book.jsonl").exists() and process.poll() is None:
+                time.sleep(0.1)
+            yield process
+        finally:
+            process.kill()
 
 
 def history(run: Path) -> Iterator[Event | Command]:

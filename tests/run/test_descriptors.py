@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import socket
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.run.conftest import ROOT, Finished, check_books, command
+from tests.run.conftest import Finished, begun, check_books, command
 from tests.run.test_failing_disk import SETTINGS
 
 LIMIT = 1_024
@@ -38,22 +36,11 @@ def test_a_run_whose_servers_have_more_strangers_than_descriptors_completes(tmp_
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     train = command("train", f"run.output_dir={tmp_path}", "run.name=run", *SETTINGS)
-    with subprocess.Popen(
-        ["sh", "-c", f'ulimit -n {LIMIT} && exec "$@"', "sh", *train],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            while not (run / "trainer_book.jsonl").exists() and process.poll() is None:
-                time.sleep(0.1)
-            strangers = open_connections(run, "coordinator.json", b"")
-            assert len(strangers) == CONNECTIONS
-            strangers += open_connections(run, "store-0.json", b"\xff")
-            output, _ = process.communicate(timeout=150)
-        finally:
-            process.kill()
+    with begun(run, ["sh", "-c", f'ulimit -n {LIMIT} && exec "$@"', "sh", *train]) as process:
+        strangers = open_connections(run, "coordinator.json", b"")
+        assert len(strangers) == CONNECTIONS
+        strangers += open_connections(run, "store-0.json", b"\xff")
+        output, _ = process.communicate(timeout=150)
     for stranger in strangers:
         stranger.close()
     assert process.returncode == 0, output

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.run.conftest import ROOT, Finished, check_books, command
+from tests.run.conftest import Finished, begun, check_books, command
 
 FAILS_S = 6.0
 SETTINGS = [
@@ -45,23 +44,12 @@ def test_a_run_whose_disk_fails_for_seconds_completes(
 ) -> None:
     run, flag = tmp_path / "run", tmp_path / "flag"
     environment = {"LD_PRELOAD": shim, "FAILING_DIR": run, "FAILING_FLAG": flag}
-    with subprocess.Popen(
-        command("train", f"run.output_dir={tmp_path}", "run.name=run", *SETTINGS),
-        cwd=ROOT,
-        env=os.environ | {name: str(value) for name, value in environment.items()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            while not (run / "trainer_book.jsonl").exists() and process.poll() is None:
-                time.sleep(0.1)
-            flag.write_text(str(number))
-            time.sleep(FAILS_S)
-            flag.unlink()
-            output, _ = process.communicate(timeout=150)
-        finally:
-            process.kill()
+    train = command("train", f"run.output_dir={tmp_path}", "run.name=run", *SETTINGS)
+    with begun(run, train, **{name: str(value) for name, value in environment.items()}) as process:
+        flag.write_text(str(number))
+        time.sleep(FAILS_S)
+        flag.unlink()
+        output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     assert f"[Errno {number}]" in output and "steps            20 in" in output
     check_books(Finished(run, 0, output))
