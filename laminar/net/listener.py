@@ -84,6 +84,7 @@ class Listener:
             event = next_event(self._monitor) if self._monitor.poll(LOOK_MS) else 0
             self.rejected += bool(event & FINAL_REFUSALS)
         self._free_descriptors()
+        self._sock.close()  # of a server that was dropped without `close`
         self._monitor.close(0)
 
     def _keep_reserve(self) -> None:

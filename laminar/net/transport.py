@@ -203,7 +203,8 @@ class ServerSocket(_Socket):
         self._strangers = RejectedPeers(self.address, on_rejected)
 
     def close(self, linger_ms: int = 0) -> None:
-        self._listener.close(self._socket)
+        if not self._socket.closed:
+            self._listener.close(self._socket)
         super().close(linger_ms)
 
     def drain_frames(self, max_frames: int = DRAIN_FRAMES) -> list[tuple[bytes, bytes]]:

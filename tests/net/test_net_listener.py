@@ -76,6 +76,7 @@ def test_a_closed_server_leaves_no_descriptor_and_no_thread(opened):
     first = ServerSocket("127.0.0.1", 0, KEYS)  # also makes what a process keeps
     before = open_descriptors()
     first.close()
+    first.close()  # has no effect
     while any(thread.name == "listener" for thread in threading.enumerate()):
         time.sleep(0.01)
     assert open_descriptors() < before

@@ -116,6 +116,7 @@ def test_what_a_dead_process_still_waits_for_is_broken_off_at_once(bench: Bench)
                 reached.append("second")
                 await asyncio.wait_for(closing(), 5)
 
+    gc.collect()  # what earlier tests left
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         bench.loop.enter(lambda: bench.loop.create_task(work()))
