@@ -24,8 +24,9 @@ from laminar.cli.train import add_ways, take_train_settings
 from laminar.config import Config, ConfigError, load_config
 from laminar.config.algorithm_rules import list_user_functions
 from laminar.core.state.forks import order_of
-from laminar.core.state.state import State, StepRecord
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus
+from laminar.core.state.steps import StepRecord
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.of_coordinator import ForkOrigin
@@ -234,18 +235,18 @@ class _StateReader:
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if isinstance(stamped.event, ev.DataLoaded):
             self.data = self.data or stamped.event.digest
-        known = state.num_train >= 0 and bool(state.trained)
-        if self.trained is not None or not known or state.steps_completed != self._step:
+        known = state.data.num_train >= 0 and bool(state.steps.trained)
+        if self.trained is not None or not known or state.steps.completed != self._step:
             return
-        self.trained = state.trained[-1]
-        self.num_train, self.cursor = state.num_train, state.cursor
-        self.order = order_of(state, state.cursor // state.num_train)
+        self.trained = state.steps.trained[-1]
+        self.num_train, self.cursor = state.data.num_train, state.data.cursor
+        self.order = order_of(state, state.data.cursor // state.data.num_train)
         self.unfinished = _find_unfinished(state)
 
 
 def _find_unfinished(state: State) -> dict[GroupId, int]:
     """Return the prompts in progress, and those of an origin not handed out again yet."""
-    groups = state.groups.values()
+    groups = state.work.groups.values()
     training = [g for g in groups if g.purpose == Purpose.TRAIN and g.status != GroupStatus.ENDING]
     found = {g.id: g.row_index for g in sorted(training, key=lambda g: g.order)}
-    return found | state.unfinished_prompts
+    return found | state.data.unfinished_prompts

@@ -319,7 +319,7 @@ class Coordinator:
             if self._error is not None:
                 raise self._error
             await self._last_messages()
-            if not self.tick.machine.state.paused:
+            if not self.tick.machine.state.run.paused:
                 self._write_address(run_over=True)
         finally:
             self.socket.close()
@@ -328,12 +328,12 @@ class Coordinator:
         state = self.tick.machine.state
         self.log.info(
             "ended",
-            failure=state.failure,
-            exit_code=state.exit_code,
+            failure=state.run.failure,
+            exit_code=state.run.exit_code,
             event_seq=state.seq,
             bad_frames=self.tick.bad_frames,
         )
-        return state.exit_code
+        return state.run.exit_code
 
     def report_event(self, event: Event) -> None:
         """Report an event of the coordinator itself, for the next turn."""
@@ -363,7 +363,7 @@ class Coordinator:
     def _handle_interrupt(self, name: str) -> None:
         """Drain at once on SIGQUIT, or on Ctrl-C when the run is already stopping."""
         machine = self.tick.machine
-        stopping = machine.started and machine.state.draining and not machine.state.pausing
+        stopping = machine.started and machine.state.run.draining and not machine.state.run.pausing
         at_once = stopping or name == signal.SIGQUIT.name
         self.report_event(ev.DrainRequested(reason=name, at_once=at_once))
 
@@ -393,7 +393,7 @@ class Coordinator:
             if isinstance(command, cmd.ProposeBatch):
                 self._strategy.propose_batch(command)
         self.tick.local.clear()
-        if self.tick.machine.started and self.tick.machine.state.phase == Phase.ENDED:
+        if self.tick.machine.started and self.tick.machine.state.run.phase == Phase.ENDED:
             self._ended.set()
         self._wake_for_timer()
 

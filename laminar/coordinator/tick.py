@@ -143,7 +143,7 @@ class Tick:
             now_ns, len(frames), socket_empty, len(self._route_of)
         )
         if read_up_to_ns is not None and self.machine.started:
-            actors = self.machine.state.actors
+            actors = self.machine.state.members.actors
             for news in self.detector.judge_silence(read_up_to_ns, actors, self._heard_ns):
                 self._apply_event(COORDINATOR, 0, 0, news, time_ns)
         self._make_durable()
@@ -217,7 +217,7 @@ class Tick:
     def _admit_peer(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
         """Open the link of a process that the log knows; report one that it does not know."""
         state = self.machine.state
-        actor = state.actors.get(hello.name)
+        actor = state.members.actors.get(hello.name)
         if actor is not None and actor.boot_id == hello.boot_id:
             if not actor.alive:
                 self._refuse_peer(hello.boot_id, LOST, again=True)
@@ -247,7 +247,9 @@ class Tick:
         self._links[hello.boot_id] = link
         self._awake[hello.boot_id] = None
         state = self.machine.state
-        addressed = [state.commands[key] for key in indexes_of(state).commands.get(hello.name, ())]
+        addressed = [
+            state.orders.commands[key] for key in indexes_of(state).commands.get(hello.name, ())
+        ]
         outstanding = [o for o in addressed if o.incarnation == incarnation]
         for item in sorted(outstanding, key=lambda o: o.command_id):
             self._outgoing.append((item.command_id, item.command, encode(item.command)))
@@ -359,13 +361,13 @@ class Tick:
         """Return whether the link's process was given up, or replaced, while the run continues."""
         state = self.machine.state
         if self._is_newest(link):
-            alive = state.actors[link.name].alive
-            return not alive and state.phase not in (Phase.STOPPING, Phase.ENDED)
+            alive = state.members.actors[link.name].alive
+            return not alive and state.run.phase not in (Phase.STOPPING, Phase.ENDED)
         return True
 
     def _is_newest(self, link: ServerLink) -> bool:
         """Return whether the link's process is the newest of its name."""
-        actor = self.machine.state.actors.get(link.name)
+        actor = self.machine.state.members.actors.get(link.name)
         return actor is not None and actor.boot_id == link.boot_id
 
     def _dispatch_command(
@@ -384,7 +386,7 @@ class Tick:
             self._queue_command(command_id, command, data)
 
     def _queue_command(self, command_id: int, command: Command, data: bytes) -> None:
-        actor = self.machine.state.actors.get(command.to)
+        actor = self.machine.state.members.actors.get(command.to)
         link = self._links.get(actor.boot_id) if actor is not None else None
         if link is None or link.state is not LinkState.UP:
             return  # outstanding: it is sent when the actor comes back

@@ -22,8 +22,9 @@ from laminar.core.repack import migration
 from laminar.core.scheduling import admission, dispatch, evaluation, recovery
 from laminar.core.scheduling.admission import has_room_for_group
 from laminar.core.state.indexes import indexes_of
+from laminar.core.state.members import Replica
 from laminar.core.state.replica_index import Kind
-from laminar.core.state.state import Replica, State
+from laminar.core.state.state import State
 from laminar.core.steps import batching, step_replay
 
 PLAN_ROUNDS_MAX = 10_000
@@ -58,7 +59,7 @@ def _plan_replicas(ctx: Context) -> None:
         if state.settings.stream:  # a replica that has just begun to stream takes it
             recovery.plan_lost(ctx)
         names, all_touched = ctx.take_touched()
-        touched = [state.replicas[n] for n in names if n in state.replicas]
+        touched = [state.members.replicas[n] for n in names if n in state.members.replicas]
         for replica in touched:
             _plan_reserved(ctx, replica)
         if all_touched:
@@ -80,14 +81,14 @@ def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
     """Plan reserved work for the other replicas; the candidates depend on the evaluation."""
     state, last = ctx.state, -1
     while True:
-        known = state.evaluation, state.evaluation_due
+        known = state.evaluations.running, state.evaluations.due
         for number in sorted(_for_reserved(state)):
             if number <= last:
                 continue
             replica, last = indexes_of(state).replicas.replicas[number], number
             if replica.name not in but:
                 _plan_reserved(ctx, replica)
-            if known[0] is not state.evaluation or known[1] != state.evaluation_due:
+            if known[0] is not state.evaluations.running or known[1] != state.evaluations.due:
                 break
         else:
             return

@@ -15,7 +15,8 @@ from laminar.core.context import Context
 from laminar.core.state import keys
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.keys import CommandKey
-from laminar.core.state.state import ActorState, State
+from laminar.core.state.members import ActorState
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events.base import Command
@@ -29,20 +30,21 @@ def may_join(state: State, role: str) -> bool:
     """Return whether the role may join while the run ends: the store, which writes the ends.
 
     Its node may join, too, to start it if all processes had ended."""
-    return role in (Role.STORE, Role.NODE) and state.phase == Phase.ENDING
+    return role in (Role.STORE, Role.NODE) and state.run.phase == Phase.ENDING
 
 
 def is_store_awaited(state: State) -> bool:
     """Return whether the store is lost, or about to be restarted, and has a time to come back."""
     return any(
-        keys.rejoin_timer(name) in state.timers or keys.restart_key(name) in state.commands
+        keys.rejoin_timer(name) in state.orders.timers
+        or keys.restart_key(name) in state.orders.commands
         for name in indexes_of(state).roles.get(Role.STORE, ())
     )
 
 
 def can_survive_restart(state: State, command: Command) -> bool:
     """Return whether a new process can carry out this order of its predecessor."""
-    running = state.phase not in (Phase.STOPPING, Phase.ENDED)
+    running = state.run.phase not in (Phase.STOPPING, Phase.ENDED)
     return running and isinstance(command, cmd.EndTrajectories)
 
 
@@ -50,7 +52,7 @@ def handle_store_lost(ctx: Context, name: str) -> None:
     """Suspend the deadlines of a lost store's orders, and give it the time of a start to return."""
     for key in _list_store_orders(ctx.state, name):
         ctx.clear_timer(keys.deadline_timer(key))
-    if ctx.state.phase not in (Phase.STOPPING, Phase.ENDED):
+    if ctx.state.run.phase not in (Phase.STOPPING, Phase.ENDED):
         ctx.set_timer(keys.rejoin_timer(name), ctx.state.settings.start_timeout_ms)
 
 
@@ -58,7 +60,7 @@ def handle_store_joined(state: State, actor: ActorState) -> None:
     """Readdress waiting orders to the new process; they are sent once it is accepted."""
     if actor.role == Role.STORE:
         for key in _list_store_orders(state, actor.name):
-            state.commands[key].incarnation = actor.incarnation
+            state.orders.commands[key].incarnation = actor.incarnation
 
 
 def handle_store_ready(ctx: Context, name: str) -> None:
@@ -69,10 +71,10 @@ def handle_store_ready(ctx: Context, name: str) -> None:
         ctx.set_timer(
             keys.deadline_timer(key), END_TIMEOUT_MS + state.settings.disk_full_timeout_ms
         )
-    for replica in state.replicas.values():
+    for replica in state.members.replicas.values():
         replica.progress_ns = ctx.stamped.time_ns
 
 
 def _list_store_orders(state: State, name: str) -> list[CommandKey]:
     kept = indexes_of(state).commands.get(name, ())
-    return [key for key in kept if can_survive_restart(state, state.commands[key].command)]
+    return [key for key in kept if can_survive_restart(state, state.orders.commands[key].command)]

@@ -28,7 +28,7 @@ import msgspec
 from laminar.core.rules import LOGIC_VERSION
 from laminar.events.base import Stamped
 
-SCHEMA_VERSION = 5  #: the form of records, and of the hashed state; other forms are refused
+SCHEMA_VERSION = 6  #: the form of records, and of the hashed state; other forms are refused
 
 #: Longest body: a length above this is damage, so a flipped bit cannot ask for gigabytes. Control
 #: messages end at 15 MiB; the largest record holds one of them, or the resolved configuration.

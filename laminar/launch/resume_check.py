@@ -91,15 +91,15 @@ def resumed_config(run_dir: Path, files: Sequence[str | Path], overrides: Sequen
         config = load_config([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
         check_unchanged(own, config)
     steps = config.trainer.total_training_steps
-    if steps and steps < state.steps_completed:
+    if steps and steps < state.steps.completed:
         raise ConfigError(
             f"trainer.total_training_steps = {steps}, but {run_dir} has completed "
-            f"{state.steps_completed} steps already: give as many at least"
+            f"{state.steps.completed} steps already: give as many at least"
         )
     check_checkpoints(run_dir, state)
     now = file_digests(list_user_functions(own.algorithm))
-    reason = find_other_function_reason(state.function_digests, now)
-    if reason and state.newest_version >= 0:
+    reason = find_other_function_reason(state.steps.function_digests, now)
+    if reason and state.versions.newest >= 0:
         raise ConfigError(f"{run_dir} cannot be resumed: {reason}")
     return config
 
@@ -114,10 +114,10 @@ def _place_of(run_dir: Path, own: Config) -> list[str]:
 
 def check_checkpoints(run_dir: Path, state: State) -> None:
     """Raise ConfigError if a checkpoint is damaged or another run's, or if there is none."""
-    chains = {trained.step_index + 1: trained.chain for trained in state.trained}
+    chains = {trained.step_index + 1: trained.chain for trained in state.steps.trained}
     found = []
     there = set((run_dir / CHECKPOINTS_DIR).glob("step_*"))
-    if state.origin is not None and (run_dir / ORIGIN_DIR).is_dir():
+    if state.data.origin is not None and (run_dir / ORIGIN_DIR).is_dir():
         there.add(run_dir / ORIGIN_DIR)
     for directory in sorted(there):
         try:
@@ -134,9 +134,9 @@ def check_checkpoints(run_dir: Path, state: State) -> None:
             what = "belongs to another run: the log has other trajectories in its steps"
             raise ConfigError(_format_unusable(directory, what))
         found.append(resume.step)
-    first = state.trained[0].step_index if state.trained else 0
+    first = state.steps.trained[0].step_index if state.steps.trained else 0
     if first and not any(step in chains for step in found):
-        origin = f", nor {run_dir / ORIGIN_DIR}" if state.origin is not None else ""
+        origin = f", nor {run_dir / ORIGIN_DIR}" if state.data.origin is not None else ""
         raise ConfigError(
             f"no checkpoint of step {first + 1} or later is in "
             f"{run_dir / CHECKPOINTS_DIR}{origin}, and the run cannot resume from earlier ones: "

@@ -59,7 +59,7 @@ def run_of(
     (run / "config.toml").write_text(dump_config(config))
     write_log(run, log[: done[step - 1] if step else None])
     if step and config.trainer.save_freq:
-        chain = {t.step_index: t.chain for t in resume_check.state_of(run).trained}[1]
+        chain = {t.step_index: t.chain for t in resume_check.state_of(run).steps.trained}[1]
         checkpoint(run, chain)
     return run
 

@@ -125,7 +125,7 @@ def test_what_is_never_done_has_a_deadline(ignored: type[Command], timer: str) -
         world.faults.ignored, world.faults.rates["command-ignored"] = ignored, 1.0
         world.run()
         state = world.coordinator.state
-        assert state is not None and state.failed is None
+        assert state is not None and state.run.failed is None
         assert world.coverage.counts[f"timer:{timer}"] > 0
 
 
@@ -146,7 +146,7 @@ def test_rewards_that_fail_too_often_end_the_run(rate: float, fails: bool) -> No
         world.run()
         state = world.coordinator.state
         assert state is not None and world.coverage.counts[f"fault:{REWARD_ERRORS}"] > 0
-        kind = state.failed.kind if state.failed is not None else None
+        kind = state.run.failed.kind if state.run.failed is not None else None
         assert kind == (FailureKind.REWARD_FAILS if fails else None)
 
 
@@ -241,7 +241,7 @@ def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> Non
         world.begin()
 
         def until(phase: Phase) -> None:
-            while world.coordinator.state is None or world.coordinator.state.phase != phase:
+            while world.coordinator.state is None or world.coordinator.state.run.phase != phase:
                 world.scheduler.step()
 
         until(Phase.EXPORTING)
@@ -255,7 +255,7 @@ def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> Non
         world.database.full = False
         until(Phase.ENDED)
         state = world.coordinator.state
-        assert state is not None and not state.failure
+        assert state is not None and not state.run.failure
         assert 4 <= world.processes["relay-0"].boot <= 6
 
 

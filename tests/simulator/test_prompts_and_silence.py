@@ -137,8 +137,8 @@ def test_a_fork_goes_on_with_the_data_and_counts_steps_on() -> None:
     world = ran(calm(**FORKED), SEED)
     state, origin = world.coordinator.state, world.scenario.origin
     assert state is not None and origin is not None
-    assert (state.first_step, state.cursor) == (3, origin.num_train)
-    assert state.steps_completed > 3 and not state.unfinished_prompts
+    assert (state.data.first_step, state.data.cursor) == (3, origin.num_train)
+    assert state.steps.completed > 3 and not state.data.unfinished_prompts
 
 
 @pytest.mark.parametrize(("part", "wrong"), [("cursor", 18), ("unfinished", ()), ("seed", 1)])

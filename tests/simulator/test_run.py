@@ -30,9 +30,9 @@ for seed in {SEEDS}:
 def test_run_without_faults_completes_its_work() -> None:
     world = ran(calm(total_steps=6, num_train=200), seed=3)
     state = world.coordinator.state
-    assert state is not None and state.phase == Phase.ENDED and not state.failure
-    assert state.steps_completed == 6
-    assert len(world.checks.training.book) == state.ledger.trajectories.trained > 0
+    assert state is not None and state.run.phase == Phase.ENDED and not state.run.failure
+    assert state.steps.completed == 6
+    assert len(world.checks.training.book) == state.work.ledger.trajectories.trained > 0
     assert world.coordinator.incarnations == 1
 
 

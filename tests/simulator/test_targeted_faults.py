@@ -99,5 +99,5 @@ def test_what_a_run_needs_is_lost_in_every_way(role: str, way: str) -> None:
         world.run()
         state = world.coordinator.state
         assert world.coverage.counts[f"fault:lost-{role}"] == 1
-        assert state is not None and state.failed is not None
-        assert state.failed.subject in [process.name for process in world.faults.doomed()]
+        assert state is not None and state.run.failed is not None
+        assert state.run.failed.subject in [process.name for process in world.faults.doomed()]

@@ -123,12 +123,12 @@ def watch(config: SimConfig, window_s: int) -> Seen:
             state = world.coordinator.state
             if state is None or second < WARM_S:
                 continue
-            began, looks = began or state.ledger.tokens.issued, looks + 1
+            began, looks = began or state.work.ledger.tokens.issued, looks + 1
             for name, slots in _free(state).items():
                 wanted[name] += slots
                 free += slots
         assert state is not None and not world.finished
-        tokens = state.ledger.tokens.issued - began
+        tokens = state.work.ledger.tokens.issued - began
     shares = {n: slots / free for n, slots in wanted.most_common() if slots > 0.01 * free}
     return Seen(tokens / window_s, free / (looks * REPLICAS * SLOTS), shares)
 
@@ -136,11 +136,11 @@ def watch(config: SimConfig, window_s: int) -> Seen:
 def _free(state: State) -> Counter[str]:
     """Count the free slots by the reason why they are idle."""
     found = Counter[str]()
-    for replica in state.replicas.values():
+    for replica in state.members.replicas.values():
         reason = find_not_admitted_reason(state, replica)
         if not reason and not has_sessions(state, replica, GROUP_SIZE):
             reason = "sessions"
-        statuses = Counter(state.trajectories[name].status for name in replica.running)
+        statuses = Counter(state.work.trajectories[name].status for name in replica.running)
         free = max(SLOTS - statuses[TrajectoryStatus.RUNNING], 0)
         begin = min(free, statuses[TrajectoryStatus.DISPATCHED])
         found["reset"] += begin

@@ -180,8 +180,8 @@ class World(Context):
 
     def _stands_still(self) -> None:
         state = self.coordinator.state
-        phase = state.phase if state is not None else "none"
-        waits = ", ".join(sorted(state.commands)[:5]) if state is not None else ""
+        phase = state.run.phase if state is not None else "none"
+        waits = ", ".join(sorted(state.orders.commands)[:5]) if state is not None else ""
         quiet_s = (self.scheduler.now - self.checks.progress_ns) / SECOND
         what = f"nothing ended for {quiet_s:.0f} s in phase {phase}; outstanding: {waits}"
         raise Violation("progress", what)
@@ -221,10 +221,10 @@ class World(Context):
     def _trains(self) -> bool:
         """Return whether the trainer has loaded what it continues from."""
         state, trainer = self.coordinator.state, self.processes["trainer-0"]
-        actor = state.actors.get(trainer.name) if state is not None else None
+        actor = state.members.actors.get(trainer.name) if state is not None else None
         if state is None or actor is None or not trainer.alive or trainer.paused:
             return False
-        return actor.ready and not {keys.LOAD, keys.REPEAT} & state.commands.keys()
+        return actor.ready and not {keys.LOAD, keys.REPEAT} & state.orders.commands.keys()
 
     def machine_of(self, relay: str) -> SimMachine:
         """Return this relay's current view of its machine."""

@@ -1,7 +1,7 @@
 """The run as a whole: starting, running, exporting, the final evaluation, ending, stopping.
 
 Reads   readiness of actors, completed steps, DrainRequested, ModelExported
-Writes  state.phase, state.draining, state.drain_failure, state.failed, state.exit_code
+Writes  state.run; state.versions.export
 Emits   PublishWeights (version 0), ExportModel; SaveCheckpoint and StopActor through pausing.py
 
 Each phase ends by an event that has an owner and a deadline. An unrecoverable failure ends the run
@@ -40,9 +40,9 @@ EXPORT_TIMEOUT_MS = 1_800_000
 
 def plan_phase(ctx: Context) -> bool:
     """Move the run to its next phase if its condition holds; return whether it did."""
-    if ctx.state.pausing:
+    if ctx.state.run.pausing:
         return pausing.plan_pause(ctx)
-    return _PLANS[ctx.state.phase](ctx)
+    return _PLANS[ctx.state.run.phase](ctx)
 
 
 def end_failed_run(ctx: Context) -> None:
@@ -53,11 +53,11 @@ def end_failed_run(ctx: Context) -> None:
     if ctx.failure is None:
         return
     (failed, exit_code), ctx.failure = ctx.failure, None
-    if ctx.state.pausing and failed.kind in pausing.LOSS_FAILURES:
+    if ctx.state.run.pausing and failed.kind in pausing.LOSS_FAILURES:
         return pausing.pause_run(ctx)
     if exit_code == exit_codes.USER_ERROR and pausing.stays_open(ctx.state, drained=False):
         return pausing.stop_failed_run(ctx, failed, exit_code)
-    ctx.state.failed, ctx.state.exit_code = failed, exit_code
+    ctx.state.run.failed, ctx.state.run.exit_code = failed, exit_code
     if failed.kind in pausing.RESUMABLE_FAILURES and pausing.stays_open(ctx.state, drained=False):
         return pausing.stop_run(ctx, exit_code)
     _start_ending(ctx)
@@ -68,18 +68,18 @@ def end_flat_data(ctx: Context) -> None:
     state, batches = ctx.state, ctx.state.settings.filter_batches
     limit = batches * state.settings.groups_per_step
     if (
-        0 < limit <= state.flat_groups_in_row
-        and state.phase == Phase.RUNNING
-        and not state.draining
+        0 < limit <= state.signals.flat_groups_in_row
+        and state.run.phase == Phase.RUNNING
+        and not state.run.draining
     ):
         _drain_flat(ctx, f"algorithm.filter_groups.max_num_gen_batches = {batches} batches")
 
 
 def _drain_flat(ctx: Context, limit: str) -> None:
-    state = ctx.state
+    state, signals = ctx.state, ctx.state.signals
     what = (
-        f"no two responses differ in any of the last {state.flat_groups_in_row} groups, "
-        f"{state.flat_correct_in_row} of them all correct, by algorithm.filter_groups.metric = "
+        f"no two responses differ in any of the last {signals.flat_groups_in_row} groups, "
+        f"{signals.flat_correct_in_row} of them all correct, by algorithm.filter_groups.metric = "
         f"{state.settings.filter_metric} ({limit}): give prompts that are neither too easy nor too "
         "hard, or set algorithm.filter_groups.enable = false"
     )
@@ -101,13 +101,13 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
         if not pausing.begin_pause(ctx, event.response_timeout_ms):
             ctx.ignore("run-ending")
         return
-    repeat = state.draining and not state.pausing
+    repeat = state.run.draining and not state.run.pausing
     pausing.end_pause(ctx)
-    state.draining = True
+    state.run.draining = True
     if event.at_once and pausing.stays_open(state, drained=repeat):
         pausing.stop_immediately(ctx, event.reason)
-    elif event.at_once or (state.phase == Phase.STARTING and not repeat):
-        early = state.phase == Phase.STARTING
+    elif event.at_once or (state.run.phase == Phase.STARTING and not repeat):
+        early = state.run.phase == Phase.STARTING
         kind = FailureKind.STOPPED_EARLY if early else FailureKind.STOPPED
         if not fail_run(ctx, kind, pausing.RUN, event.reason, exit_code=130) and repeat:
             ctx.ignore("run-ending")
@@ -117,28 +117,28 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
 
 @handles(ev.ModelExported, valid=accept_any)
 def on_model_exported(ctx: Context, event: ev.ModelExported) -> None:
-    ordered = ctx.end_command(keys.EXPORT) if event.version == ctx.state.export_version else None
+    ordered = ctx.end_command(keys.EXPORT) if event.version == ctx.state.versions.export else None
     if ordered is None:
         return ctx.ignore("not-exporting")
-    ctx.state.export_path = event.path
+    ctx.state.versions.export_path = event.path
     publishing.expect_version(ctx, event.version, ordered.cause)
 
 
 @handles(ev.TrainingWarning, valid=accept_any)
 def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
     """Remember a warning, so that it is given once; nothing depends on it."""
-    ctx.state.warnings[event.kind] = event.text
+    ctx.state.signals.warnings[event.kind] = event.text
 
 
 def handle_start_timeout(ctx: Context) -> None:
     """End the run, naming the roles that the start is missing."""
     state = ctx.state
     missing = [role for role in (Role.STORE, Role.TRAINER) if not _is_role_ready(state, role)]
-    if not state.relays or (
+    if not state.members.relays or (
         live_actor(state, Role.TRAINER) is not None and master_relay(state) is None
     ):
         missing.insert(1, Role.RELAY)
-    if not state.replicas:
+    if not state.members.replicas:
         missing.append(Role.ROLLOUT)
     waited = ", ".join(missing) or "the first weights to be published"
     fail_run(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
@@ -151,7 +151,7 @@ def _is_role_ready(state: State, role: Role) -> bool:
 
 def _plan_starting(ctx: Context) -> bool:
     state = ctx.state
-    if state.newest_version >= 0:
+    if state.versions.newest >= 0:
         if broadcast.can_work(state):
             ctx.clear_timer(keys.START)
         move_run(state, "publish")
@@ -159,10 +159,10 @@ def _plan_starting(ctx: Context) -> bool:
         return True
     trainer = working_trainer(state)
     all_ready = _is_role_ready(state, Role.STORE) and master_relay(state) is not None
-    if not all_ready or trainer is None or keys.PUBLISH in state.commands:
+    if not all_ready or trainer is None or keys.PUBLISH in state.orders.commands:
         return False
-    version, step = state.first_version, state.first_step
-    state.next_version = version + 1
+    version, step = state.data.first_version, state.data.first_step
+    state.versions.next = version + 1
     ctx.issue_command(
         cmd.PublishWeights(to=trainer.name, version=version, step=step), key=keys.PUBLISH
     )
@@ -172,13 +172,13 @@ def _plan_starting(ctx: Context) -> bool:
 def _plan_running(ctx: Context) -> bool:
     """Finish when the steps are done, the data has ended, or the user asked to stop."""
     state = ctx.state
-    if state.batch is not None:
+    if state.steps.batch is not None:
         return False
-    if state.draining:
+    if state.run.draining:
         _drop_leftovers(ctx)
     elif not batching.are_steps_done(state) and not _end_data(ctx):
         return False
-    elif state.steps_completed == state.first_step and state.flat_groups_in_row:
+    elif state.steps.completed == state.data.first_step and state.signals.flat_groups_in_row:
         _drain_flat(ctx, "the data has ended, and nothing was trained")
     move_run(state, "finish")
     ctx.touch_all()
@@ -190,34 +190,36 @@ def _end_data(ctx: Context) -> bool:
     state = ctx.state
     if groups_wanted(state) > 0 or state.settings.total_steps:
         return False
-    if sum(state.deadlines.values()) > len(state.ready):
+    if sum(state.work.deadlines.values()) > len(state.work.ready):
         return False  # some groups are unfinished
-    if state.ready and batching.batch_size(state):
+    if state.work.ready and batching.batch_size(state):
         return False
-    for group_id in list(state.ready):
-        groups.drop_group(ctx, state.groups[group_id], DropReason.END_OF_DATA)
+    for group_id in list(state.work.ready):
+        groups.drop_group(ctx, state.work.groups[group_id], DropReason.END_OF_DATA)
     return True
 
 
 def _plan_exporting(ctx: Context) -> bool:
     state = ctx.state
-    if state.batch is not None or _ensure_publishing(ctx):
+    if state.steps.batch is not None or _ensure_publishing(ctx):
         return False
-    if state.export_version < 0:
+    if state.versions.export < 0:
         trainer = working_trainer(state)
-        if trainer is None or state.newest_version < publishing.last_made(state):
+        if trainer is None or state.versions.newest < publishing.last_made(state):
             return False  # the trainer returns, or the last step's weights are on their way
-        state.export_version = state.next_version
-        state.next_version += 1
+        state.versions.export = state.versions.next
+        state.versions.next += 1
         ctx.issue_command(
-            cmd.ExportModel(to=trainer.name, version=state.export_version, step=state.newest_step),
+            cmd.ExportModel(
+                to=trainer.name, version=state.versions.export, step=state.versions.newest_step
+            ),
             key=keys.EXPORT,
             timeout_ms=EXPORT_TIMEOUT_MS,
         )
         return True
-    if state.newest_version < state.export_version:
+    if state.versions.newest < state.versions.export:
         return False
-    if state.num_eval and not state.draining:
+    if state.data.num_eval and not state.run.draining:
         move_run(state, "evaluate")
         ctx.touch_all()
     else:
@@ -228,7 +230,7 @@ def _plan_exporting(ctx: Context) -> bool:
 def _ensure_publishing(ctx: Context) -> bool:
     """Return whether the trainer is about to publish weights; order a republish if one is due."""
     state = ctx.state
-    if keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
+    if keys.PUBLISH in state.orders.commands or keys.EXPORT in state.orders.commands:
         return True
     if not publishing.is_republish_due(state):
         return False
@@ -238,11 +240,13 @@ def _ensure_publishing(ctx: Context) -> bool:
 
 def _final_evaluation(ctx: Context) -> bool:
     state = ctx.state
-    if state.export_version < 0:
+    if state.versions.export < 0:
         move_run(state, "repeat export")
         return True
-    finished = any(r.final and r.version == state.export_version for r in state.evaluations)
-    if not finished and not state.draining:
+    finished = any(
+        r.final and r.version == state.versions.export for r in state.evaluations.results
+    )
+    if not finished and not state.run.draining:
         _ensure_publishing(ctx)  # the trainer's machine may have lost its copy
         return False
     _start_ending(ctx)
@@ -251,27 +255,29 @@ def _final_evaluation(ctx: Context) -> bool:
 
 def _start_ending(ctx: Context) -> None:
     state = ctx.state
-    if state.drain_failure:
-        state.failed, state.exit_code = state.drain_failure, 1
+    if state.run.drain_failure:
+        state.run.failed, state.run.exit_code = state.run.drain_failure, 1
     pausing.end_pause(ctx)
     move_run(state, "end")
     ctx.clear_timer(keys.BATCH_TIMEOUT)
     ctx.clear_timer(keys.START)
-    if state.batch is not None:  # only in a failed run: a lost trainer's batch is not trained
+    if state.steps.batch is not None:  # only in a failed run: a lost trainer's batch is not trained
         ctx.end_command(keys.TRAIN)
-        for group_id in state.batch.groups:
-            groups.end_group(ctx, state.groups[group_id], EndKind.DROPPED, DropReason.RUN_ENDED, -1)
-        state.batch = None
+        for group_id in state.steps.batch.groups:
+            groups.end_group(
+                ctx, state.work.groups[group_id], EndKind.DROPPED, DropReason.RUN_ENDED, -1
+            )
+        state.steps.batch = None
     _drop_leftovers(ctx)
-    state.evaluation, state.evaluation_due = None, -1
+    state.evaluations.running, state.evaluations.due = None, -1
     plan_phase(ctx)
 
 
 def _drop_leftovers(ctx: Context) -> None:
-    for group in list(ctx.state.groups.values()):
+    for group in list(ctx.state.work.groups.values()):
         if group.status in (GroupStatus.OPEN, GroupStatus.READY):
             groups.drop_group(ctx, group, DropReason.RUN_ENDED)
-    ctx.state.evaluation = None
+    ctx.state.evaluations.running = None
 
 
 def _plan_ending(ctx: Context) -> bool:
@@ -280,11 +286,12 @@ def _plan_ending(ctx: Context) -> bool:
     A store that is being restarted is awaited."""
     state = ctx.state
     writing = ctx.endings or any(
-        isinstance(found.command, cmd.EndTrajectories) and keys.deadline_timer(key) in state.timers
-        for key, found in state.commands.items()
+        isinstance(found.command, cmd.EndTrajectories)
+        and keys.deadline_timer(key) in state.orders.timers
+        for key, found in state.orders.commands.items()
     )
     can_write = writing and live_actor(state, Role.STORE) is not None
-    if state.groups and (can_write or store_orders.is_store_awaited(state)):
+    if state.work.groups and (can_write or store_orders.is_store_awaited(state)):
         return False
     move_run(state, "stop")
     pausing.stop_all_actors(ctx)
@@ -292,14 +299,14 @@ def _plan_ending(ctx: Context) -> bool:
 
 
 def _plan_stopping(ctx: Context) -> bool:
-    if any(isinstance(o.command, cmd.StopActor) for o in ctx.state.commands.values()):
+    if any(isinstance(o.command, cmd.StopActor) for o in ctx.state.orders.commands.values()):
         return False
     move_run(ctx.state, "stopped")
-    if ctx.state.stopped:
+    if ctx.state.run.stopped:
         return True
-    for key in list(ctx.state.commands):
+    for key in list(ctx.state.orders.commands):
         ctx.end_command(key)
-    for name in list(ctx.state.timers):
+    for name in list(ctx.state.orders.timers):
         ctx.clear_timer(name)
     return True
 

@@ -1,7 +1,7 @@
 """Membership: which processes belong to the run, and which have been fenced out.
 
 Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent, NodeRecovered
-Writes  state.actors
+Writes  state.members.actors
 Emits   AcceptActor, RefuseActor, and through recovery and relays whatever a loss calls for
 
 An actor is (name, incarnation). Each start of its process gets the next incarnation, so events
@@ -26,7 +26,8 @@ from laminar.core.scheduling import recovery
 from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import add_actor, clear_timer, end_actor, find_trainer, indexes_of
-from laminar.core.state.state import ActorState, State
+from laminar.core.state.members import ActorState
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.steps import step_replay
 from laminar.core.validation import accept_any
@@ -46,7 +47,7 @@ SINGLE_ROLES = (Role.STORE, Role.TRAINER)  #: roles of which a run has one proce
 def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     """Give a new process the next incarnation; the process that had its name before is lost."""
     state = ctx.state
-    known = state.actors.get(event.name)
+    known = state.members.actors.get(event.name)
     if known is not None and known.boot_id == event.boot_id:
         return ctx.ignore("repeat")
     refusal = _find_refusal_reason(ctx, event)
@@ -68,7 +69,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     if event.role == Role.TRAINER:
         broadcast.set_head(ctx)
     elif event.role == Role.ROLLOUT:
-        if state.newest_version >= 0:
+        if state.versions.newest >= 0:
             ctx.clear_timer(keys.START)  # the start waited for nothing else
         ctx.set_timer(keys.progress_timer(event.name), state.settings.engine_start_ms)
     elif event.role == Role.NODE:
@@ -78,12 +79,12 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
 def _create_actor(state: State, event: ev.ActorJoined, known: ActorState | None) -> ActorState:
     """Create the actor of a joining process; `known` is the earlier process of its name."""
     if event.start:
-        state.start_numbers[event.name] = event.start
+        state.members.start_numbers[event.name] = event.start
     elif known is not None:
-        former = *state.former_boot_ids.get(event.name, ()), known.boot_id
-        state.former_boot_ids[event.name] = former[-FORMER_MAX:]
-    incarnation = state.next_incarnation
-    state.next_incarnation += 1
+        former = *state.members.former_boot_ids.get(event.name, ()), known.boot_id
+        state.members.former_boot_ids[event.name] = former[-FORMER_MAX:]
+    incarnation = state.members.next_incarnation
+    state.members.next_incarnation += 1
     return ActorState(
         name=event.name,
         role=Role(event.role),
@@ -103,7 +104,7 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str | None:
         return f"{event.name!r} with role {event.role!r} has no place in a run"
     if event.role == Role.RELAY and event.name != broadcast.name_of(event.node):
         return f"{event.name!r} is not the name of the relay of {event.node!r}"
-    known = ctx.state.actors.get(event.name)
+    known = ctx.state.members.actors.get(event.name)
     if _has_ended(ctx.state, event, known):
         return REPLACED
     if known is not None and known.role != event.role:
@@ -126,8 +127,8 @@ def _has_ended(state: State, event: ev.ActorJoined, known: ActorState | None) ->
 
     Nodes are not numbered; their last boots are remembered instead."""
     if event.start and known is not None and known.node == event.node:
-        return event.start < state.start_numbers.get(event.name, 0)
-    return event.boot_id in state.former_boot_ids.get(event.name, ())
+        return event.start < state.members.start_numbers.get(event.name, 0)
+    return event.boot_id in state.members.former_boot_ids.get(event.name, ())
 
 
 def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
@@ -139,7 +140,7 @@ def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
 
 def _is_of_its_node(state: State, event: ev.ActorJoined) -> bool:
     """Return whether the process was started by the current process of its node, or names none."""
-    node = state.actors.get(event.node)
+    node = state.members.actors.get(event.node)
     present = node.boot_id if node is not None and node.alive else ""
     return event.role == Role.NODE or event.node_boot in ("", present)
 
@@ -149,7 +150,7 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
     """Record a graceful leave, on a stop or a signal; the actor's work is not to blame."""
     name = ctx.stamped.peer
     ctx.end_command(keys.stop_key(name))
-    if ctx.state.phase in (Phase.STOPPING, Phase.ENDED):
+    if ctx.state.run.phase in (Phase.STOPPING, Phase.ENDED):
         end_actor(ctx.state, name)
     else:
         actor_lost(ctx, name, "left the run", blame=False)
@@ -159,7 +160,7 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
 def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     """Handle an actor that cannot continue: end the run, or recover its work."""
     name = ctx.stamped.peer
-    alone = ctx.state.actors[name].role in SINGLE_ROLES and not step_replay.may_be_lost(
+    alone = ctx.state.members.actors[name].role in SINGLE_ROLES and not step_replay.may_be_lost(
         ctx.state, name
     )
     if event.user_error or alone:
@@ -177,17 +178,17 @@ def _is_failing_each_start(state: State, name: str, reason: str) -> bool:
     """Return whether two starts in a row failed alike and no replica has weights.
 
     Another start would change nothing."""
-    actor, replica = state.actors[name], state.replicas.get(name)
+    actor, replica = state.members.actors[name], state.members.replicas.get(name)
     served = replica is not None and replica.version >= 0
     before, actor.start_failure = actor.start_failure, "" if served else reason
-    return before == reason and not any(r.version >= 0 for r in state.replicas.values())
+    return before == reason and not any(r.version >= 0 for r in state.members.replicas.values())
 
 
 @handles(ev.ProcessExited, valid=accept_any)
 def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
     """Handle the end of a process that its node has seen."""
     state = ctx.state
-    actor = state.actors.get(event.actor)
+    actor = state.members.actors.get(event.actor)
     why = f"its process ended with exit code {event.code}"
     if actor is not None and actor.boot_id == event.boot_id and not actor.alive:
         why = actor.start_failure or why
@@ -226,12 +227,12 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
 def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
     """Fence an actor whose lease ran out; its node is ordered to make sure that it is gone."""
     state = ctx.state
-    actor = state.actors.get(event.actor)
+    actor = state.members.actors.get(event.actor)
     if actor is None or not actor.alive or actor.incarnation != event.actor_incarnation:
         return ctx.ignore("old-incarnation")
     ctx.end_command(keys.stop_key(event.actor))
     reason = f"nothing was heard from it for {event.silent_ms} ms"
-    node_alive = actor.role != Role.NODE and state.is_actor_alive(actor.node)
+    node_alive = actor.role != Role.NODE and state.members.is_actor_alive(actor.node)
     actor_lost(ctx, event.actor, reason, blame=not event.cut_off)
     if not node_alive:
         ctx.clear_timer(keys.rejoin_timer(event.actor))
@@ -243,7 +244,7 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
 @handles(ev.NodeSilent, valid=accept_any)
 def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
     """Mark a node as silent: its processes continue, and lost ones wait for it."""
-    node = ctx.state.actors.get(event.node)
+    node = ctx.state.members.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         return ctx.ignore("old-incarnation")
     if node.silent:
@@ -254,7 +255,7 @@ def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
 @handles(ev.NodeRecovered, valid=accept_any)
 def on_node_recovered(ctx: Context, event: ev.NodeRecovered) -> None:
     """Mark a node as heard again: it carries out restarts, and sees processes end."""
-    node = ctx.state.actors.get(event.node)
+    node = ctx.state.members.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         return ctx.ignore("old-incarnation")
     if not node.silent:
@@ -271,14 +272,14 @@ def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
     """Fence a process that its node has not killed; it ends itself when it learns of that."""
     name = order.actor
     ctx.end_command(keys.restart_key(name))
-    if ctx.state.is_actor_alive(name):  # a lost actor already has a time to return
+    if ctx.state.members.is_actor_alive(name):  # a lost actor already has a time to return
         actor_lost(ctx, name, f"{order.reason}; {order.to} did not restart it")
 
 
 def handle_rejoin_timeout(ctx: Context, name: str) -> None:
     """Give up a restarted process that did not return, or whose node did not."""
-    actor = ctx.state.actors.get(name)
-    node = ctx.state.actors.get(actor.node) if actor is not None else None
+    actor = ctx.state.members.actors.get(name)
+    node = ctx.state.members.actors.get(actor.node) if actor is not None else None
     if node is not None and node.alive and node.silent:
         why = f"{name} is lost, and {node.name}, which would restart it, is silent"
     elif node is None or node.alive:
@@ -292,7 +293,7 @@ def _give_up_process(ctx: Context, name: str, why: str) -> bool:
     """Give up restarting a process; return whether the run cannot continue without it, and ends.
 
     A node may be replaced yet: its processes have a time to come back."""
-    actor = ctx.state.actors.get(name)
+    actor = ctx.state.members.actors.get(name)
     if actor is not None and actor.role == Role.NODE:
         return False
     if actor is not None and actor.role == Role.STORE:
@@ -312,10 +313,10 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
 
     With `blame`, its work may have ended it."""
     state = ctx.state
-    actor = state.actors[name]
+    actor = state.members.actors[name]
     end_actor(state, name)
     actor.ready = False
-    if state.stopped:  # its work is lost when the run is resumed
+    if state.run.stopped:  # its work is lost when the run is resumed
         return
     if actor.role == Role.ROLLOUT:
         recovery.replica_lost(ctx, name, blame=blame)
@@ -329,9 +330,9 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
     elif actor.role == Role.STORE:
         store_orders.handle_store_lost(ctx, name)
     for key in list(indexes_of(state).commands.get(name, ())):
-        if not store_orders.can_survive_restart(state, state.commands[key].command):
+        if not store_orders.can_survive_restart(state, state.orders.commands[key].command):
             ctx.end_command(key)
-    if state.phase in (Phase.STOPPING, Phase.ENDED):
+    if state.run.phase in (Phase.STOPPING, Phase.ENDED):
         return
     if actor.role == Role.TRAINER and not step_replay.may_be_lost(state, name):
         fail_run(ctx, FailureKind.PROCESS_LOST, name, reason)
@@ -352,11 +353,13 @@ def _machine_lost(ctx: Context, node: str, reason: str) -> None:
 def _await_machine(ctx: Context, node: str) -> None:
     """Give the processes of a new node process, which starts them, a time to join."""
     for actor in _actors_of(ctx.state, node):
-        ctx.state.start_numbers.pop(actor.name, None)  # the node numbers them from the start
+        ctx.state.members.start_numbers.pop(
+            actor.name, None
+        )  # the node numbers them from the start
         if not actor.alive and _is_needed(ctx.state, actor):
             ctx.set_timer(keys.rejoin_timer(actor.name), ctx.state.settings.start_timeout_ms)
 
 
 def _actors_of(state: State, node: str) -> list[ActorState]:
     """List all processes of its machine but itself, also lost ones."""
-    return [a for a in state.actors.values() if a.node == node and a.role != Role.NODE]
+    return [a for a in state.members.actors.values() if a.node == node and a.role != Role.NODE]

@@ -1,7 +1,7 @@
 """Readiness: processes that have joined report that they can work.
 
 Reads   ReplicaReady, RelayReady, DataLoaded
-Writes  actor.ready, state.replicas, state.num_train, state.num_eval; relays join the chain
+Writes  actor.ready, state.members.replicas, state.data; relays join the chain
 Emits   nothing itself: the planner acts on the new possibilities
 
 Trainer readiness, which may require repeating logged steps, is in step_replay.py.
@@ -14,7 +14,9 @@ from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.state import forks, keys
 from laminar.core.state.indexes import add_replica, master_relay
-from laminar.core.state.state import RepackState, Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.migrations import RepackState
+from laminar.core.state.state import State
 from laminar.core.validation import COUNT_MAX, ROWS_MAX, accept_any
 from laminar.core.versions import broadcast, publishing
 from laminar.events import events as ev
@@ -29,10 +31,10 @@ def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
 def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
     """Register a replica whose engine can take work once it has weights."""
     state, name = ctx.state, ctx.stamped.peer
-    if name in state.replicas:
+    if name in state.members.replicas:
         return ctx.ignore("repeat")
-    state.actors[name].ready = True
-    node = state.actors[name].node
+    state.members.actors[name].ready = True
+    node = state.members.actors[name].node
     replica = Replica(
         name=name,
         relay=broadcast.name_of(node),
@@ -44,7 +46,10 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
             max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens
         )
     add_replica(state, replica)
-    if replica.relay not in state.relays and keys.rejoin_timer(replica.relay) not in state.timers:
+    if (
+        replica.relay not in state.members.relays
+        and keys.rejoin_timer(replica.relay) not in state.orders.timers
+    ):
         ctx.set_timer(keys.rejoin_timer(replica.relay), state.settings.start_timeout_ms)
     ctx.set_timer(keys.progress_timer(name), state.settings.stall_ms)
     ctx.touch_replica(name)
@@ -54,14 +59,16 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
 def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
     """Put a relay into the chain; the head of the chain needs the trainer's current weights."""
     if _mark_ready(ctx):
-        relay = broadcast.add_relay(ctx, ctx.state.actors[ctx.stamped.peer], event.chain_address)
+        relay = broadcast.add_relay(
+            ctx, ctx.state.members.actors[ctx.stamped.peer], event.chain_address
+        )
         if relay is master_relay(ctx.state):
             publishing.owe_republish(ctx)
 
 
 def _mark_ready(ctx: Context) -> bool:
     """Mark the sender as ready; return False, counted, if it was already."""
-    actor = ctx.state.actors[ctx.stamped.peer]
+    actor = ctx.state.members.actors[ctx.stamped.peer]
     if actor.ready:
         ctx.ignore("repeat")
         return False
@@ -81,6 +88,6 @@ def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
     state = ctx.state
     if _mark_ready(ctx):
         store_orders.handle_store_ready(ctx, ctx.stamped.peer)
-    if state.num_train < 0:
-        state.num_train, state.num_eval = event.num_train, event.num_eval
+    if state.data.num_train < 0:
+        state.data.num_train, state.data.num_eval = event.num_train, event.num_eval
         forks.data_loaded(state, event)

@@ -14,16 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.core.state.state import (
-    ActorState,
-    Group,
-    Replica,
-    State,
-    Trajectory,
-    decode,
-    encode,
-    hash_state,
-)
+from laminar.core.state.members import ActorState, Replica
+from laminar.core.state.state import State, decode, encode, hash_state
+from laminar.core.state.work import Group, Trajectory
 from laminar.events.base import Settings
 from tools.kit.world_parts import settings
 
@@ -99,9 +92,11 @@ def test_equal_values_have_one_encoding() -> None:
 
 def test_what_is_read_back_has_the_same_encoding() -> None:
     state = State(settings=settings(), logic=1)
-    state.trajectories["0.1.2"] = Trajectory(id="0.1.2", group="0.1", sibling=2, status="opened")
-    state.trajectories["0.1.2"].status = "".join(["dispatch", "ed"])
-    state.phase = "".join(["start", "ing"])
+    state.work.trajectories["0.1.2"] = Trajectory(
+        id="0.1.2", group="0.1", sibling=2, status="opened"
+    )
+    state.work.trajectories["0.1.2"].status = "".join(["dispatch", "ed"])
+    state.run.phase = "".join(["start", "ing"])
     restored = decode(encode(state))
     assert restored == state
     assert encode(restored) == encode(state)

@@ -52,7 +52,7 @@ class Leases:
         """Take over the silent nodes and members of a coordinator that has recovered."""
         self._membership = (-1, -1)
         if machine.started:
-            silent = [a.name for a in machine.state.actors.values() if a.alive and a.silent]
+            silent = [a.name for a in machine.state.members.actors.values() if a.alive and a.silent]
             self.silent_nodes = dict.fromkeys(silent)
             self._note_members(machine.state)
 
@@ -76,7 +76,7 @@ class Leases:
         for command in commands:
             if isinstance(command, cmd.RestartActor):
                 self._writes_in_time(command)
-                self._ordered[command.actor] = state.actors[command.actor].incarnation
+                self._ordered[command.actor] = state.members.actors[command.actor].incarnation
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
             self._most_are_heard(event.actor, event.silent_ms)
@@ -99,13 +99,13 @@ class Leases:
 
     def _note_joined(self, state: State, event: ev.ActorJoined) -> None:
         """Clear the silence of a node when its replacement has joined."""
-        actor = state.actors.get(event.name)
+        actor = state.members.actors.get(event.name)
         if actor is not None and actor.boot_id == event.boot_id:  # it was not refused
             self.silent_nodes.pop(event.name, None)
 
     def _lease_ran_out(self, state: State, name: str, incarnation: int) -> None:
         """Check lease_ran_out: only a process silent for a lease is declared lost or silent."""
-        actor = state.actors.get(name)
+        actor = state.members.actors.get(name)
         if actor is None or actor.incarnation != incarnation:
             return  # replaced since
         lease_ns, silent_ns = self._lease_ns(actor.role), self._silent_ns(actor.boot_id)
@@ -166,10 +166,10 @@ class Leases:
         The node may resume and restart the process. Its own messages may arrive before the next
         look at the leases finds that it is heard.
         """
-        failed = state.failed
+        failed = state.run.failed
         if failed is None or failed.cause != stamped.seq or failed.kind not in _LOSSES:
             return
-        node = state.actors[failed.subject].node
+        node = state.members.actors[failed.subject].node
         waited = isinstance(stamped.event, ev.TimerFired) or stamped.peer == node
         if node in self.silent_nodes and not waited:
             raise Violation("silent_node_is_waited_for", failed.sentence, node)
@@ -186,17 +186,17 @@ class Leases:
         order, _, name = subject.partition(":")
         if (kind, order) != (keys.TimerKind.COMMAND, "restart"):
             return
-        actor = state.actors[name]
+        actor = state.members.actors[name]
         if actor.alive and actor.incarnation == self._ordered.get(name):
             what = f"{actor.node} did not restart {name}, which counts as alive"
             raise Violation("overdue_restart", what, name)
 
     def _note_members(self, state: State) -> None:
-        membership = (indexes_of(state).num_alive, state.next_incarnation)
+        membership = (indexes_of(state).num_alive, state.members.next_incarnation)
         if membership != self._membership:
             self._membership = membership
             self._members = {}
-            for actor in state.actors.values():
+            for actor in state.members.actors.values():
                 if actor.alive:
                     self._members.setdefault(actor.node, []).append((actor.boot_id, actor.role))
 

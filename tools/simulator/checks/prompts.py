@@ -132,7 +132,7 @@ class Prompts:
                 if trajectory not in self._ended:
                     what = f"{trajectory} was handed out but has no end"
                     raise Violation("every_prompt_ends", what, trajectory)
-        if settings.total_steps or state.draining or state.failure:
+        if settings.total_steps or state.run.draining or state.run.failure:
             return
         given = len(self._given)
         there = settings.total_epochs * num_train - self._begin + len(self._again)

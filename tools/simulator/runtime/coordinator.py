@@ -315,7 +315,7 @@ class SimCoordinator:
 
     def _after_turn(self, tick: Tick) -> None:
         now = self.world.scheduler.now
-        if tick.machine.state.phase == Phase.ENDED:
+        if tick.machine.state.run.phase == Phase.ENDED:
             self._closing_ns = min(self._closing_ns, now + FAREWELL_NS)
             if tick.everything_acknowledged or now >= self._closing_ns:
                 return self._close(tick)
@@ -333,7 +333,7 @@ class SimCoordinator:
             tick.log.close()
         except (PowerCut, DiskError, LogTaken) as error:
             return self._died(error)
-        if tick.machine.state.stopped:
+        if tick.machine.state.run.stopped:
             self._asked, self._closing_ns = True, NEVER_NS
             return self.world.begin_again()
         self.ended = True
