@@ -1,9 +1,7 @@
 """The planner: decides from the current state, until nothing is left to decide.
 
 Reads   state, the replicas that were touched
-Writes  through the modules that it calls, in this order: failures, data without variance, lost
-        work, rewards without a replica, evaluation, new groups, pulls, repack, steps to repeat,
-        batches, the phase of the run
+Writes  through its stages, in the order of WRITES, which lists the records that each may write
 Emits   the commands of those modules
 
 When all replicas are touched, the index of replicas selects those that can be given something. They
@@ -12,7 +10,7 @@ are still visited in the order of all replicas, since work given to one cannot g
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heapreplace
 
 from laminar.core import loading
@@ -29,6 +27,23 @@ from laminar.core.steps import batching, step_replay
 
 PLAN_ROUNDS_MAX = 10_000
 """The limit of planner rounds: a few reach the fixpoint; a loop here would be a bug."""
+
+WRITES: dict[Callable[..., object], str] = {
+    lifecycle.end_failed_run: "members work steps evaluations run orders",
+    lifecycle.end_flat_data: "run orders",
+    recovery.plan_lost: "members work orders",
+    recovery.plan_unscored: "work orders",
+    evaluation.plan_unserved: "evaluations",
+    evaluation.plan_evaluation: "members work evaluations orders repack",
+    loading.plan_reserved_pull: "members evaluations orders",
+    dispatch.new_group: "members data work orders repack",
+    loading.plan_pull: "members orders",
+    migration.plan_migrations: "members work orders repack",
+    step_replay.plan_step_repeat: "steps versions orders",
+    batching.choose_batch: "work steps versions orders",
+    lifecycle.plan_phase: "members work versions evaluations run orders",
+}
+"""The records of the state that each stage may write."""
 
 
 def run_planner(ctx: Context) -> None:
