@@ -45,7 +45,7 @@ def links() -> tuple[ClientLink, ServerLink]:
     client = ClientLink("trainer-0", "trainer", "b1", heartbeat_ns=10**9, now_ns=0)
     hello = Hello("trainer-0", "trainer", "b1", 0, 1, {})
     limits = Limits(outbox_bytes=COMMANDS_BYTES_MAX)
-    server = ServerLink(hello, server_boot="s1", incarnation=1, now_ns=0, last_seq=0, limits=limits)
+    server = ServerLink(hello, server_boot="s1", incarnation=1, last_seq=0, limits=limits)
     for frame in server.poll(0):
         client.receive(frame, 0)
     return client, server
