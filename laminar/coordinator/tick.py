@@ -303,21 +303,25 @@ class Tick:
         for command_id, command, data in self._outgoing:
             self._dispatch_command(command_id, command, data)
         self._outgoing.clear()
-        self._fence_links()
+        fenced = self._fence_links()
         out, self._frames_out = self._frames_out, []
         for link in self._links.take_due(now_ns):
             out += self._links.poll(link, now_ns)
+        for boot_id in fenced:
+            self._links.drop(boot_id)
         return out
 
-    def _fence_links(self) -> None:
-        """Refuse and drop the links of processes that are no longer members."""
+    def _fence_links(self) -> set[str]:
+        """Refuse the links of processes that are no longer members; return their boot ids."""
         left = take_left(self.machine.state) if self.machine.started else []
-        for boot_id in left:
-            link = self._links.get(boot_id)
-            if link is not None and self._is_fenced(link):
+        fenced: set[str] = set()
+        for link in filter(None, map(self._links.get, left)):
+            if self._is_fenced(link):
                 lost = self._is_newest(link)
-                self._refuse_peer(boot_id, LOST if lost else REPLACED, again=lost)
-                self._links.drop(boot_id)
+                link.refuse_client(LOST if lost else REPLACED, again=lost)
+                self._links.wake(link.boot_id)
+                fenced.add(link.boot_id)
+        return fenced
 
     def _is_fenced(self, link: ServerLink) -> bool:
         """Return whether the link's process was given up, or replaced, while the run continues."""
