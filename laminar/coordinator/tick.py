@@ -30,8 +30,9 @@ from laminar.eventlog.replay import Observer
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError, to_kebab_case
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.events.codec import decode_event, encode
+from laminar.events.families import WireError, to_kebab_case
 from laminar.names.ports import Background, InlineBackground
 from laminar.net.frames import (
     MAX_TEXT,

@@ -18,12 +18,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from laminar.events.base import WireError
+from laminar.events.families import Family, WireError
 from laminar.net.auth import RunKeys
 from laminar.net.calls import Handler, Reply, Request, RpcError, ServingState
 from laminar.net.client import LINGER_MS, now_ns
 from laminar.net.descriptors import clients_allowed
-from laminar.net.frames import BAD_BYTES, FRAME_BYTES_MAX, Hello, Refused, decode_client, encode
+from laminar.net.frames import FRAME_BYTES_MAX, Hello, Refused, decode_client, encode
 from laminar.net.links import Links
 from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
@@ -31,7 +31,7 @@ from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 RETRY_MS = 250  #: the pause before a held request is passed to the handler again
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(Request).decode
+_requests = Family[Request](Request, "a message is not a request: {error}")
 
 
 class _Peer(ServerLink):
@@ -160,9 +160,9 @@ class RpcServer:
                 peer.refuse_client("a gauge is not a request")
                 continue
             try:
-                peer.requests.append((seq, _decode_request(body)))
-            except BAD_BYTES as error:
-                peer.refuse_client(f"a message is not a request: {error}")
+                peer.requests.append((seq, _requests.decode(body, self._limits.max_frame)))
+            except WireError as error:
+                peer.refuse_client(str(error))
 
     def _handle_requests(self, due: list[_Peer]) -> None:
         """Hand all waiting requests to the handler, except of peers that read no replies."""

@@ -36,7 +36,7 @@ from enum import StrEnum
 
 import msgspec
 
-from laminar.events.base import WireError
+from laminar.events.families import WireError
 from laminar.net.frames import (
     FRAME_BYTES_MAX,
     MAX_TEXT,

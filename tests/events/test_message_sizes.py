@@ -16,13 +16,8 @@ from laminar.core.steps.batching import STRATEGIES
 from laminar.eventlog.record import DecisionRecord, EventRecord, encode_frame
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.codec import (
-    MESSAGE_BYTES_MAX,
-    MessageTooLarge,
-    decode_envelope,
-    decode_event,
-    encode,
-)
+from laminar.events.codec import MessageTooLarge, decode_envelope, decode_event, encode
+from laminar.events.families import MESSAGE_BYTES_MAX
 from laminar.names import ids
 from laminar.net.frames import Hello
 from laminar.net.session import ClientLink, Limits, ServerLink

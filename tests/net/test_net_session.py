@@ -2,6 +2,7 @@
 
 import pytest
 
+from laminar.events.families import WireError
 from laminar.net.frames import (
     Ack,
     Ask,
@@ -12,7 +13,6 @@ from laminar.net.frames import (
     Hello,
     Refused,
     Welcome,
-    WireError,
     decode_client,
     decode_server,
     encode,
