@@ -4,51 +4,26 @@ Reads   nothing
 Gives   Event, Command (bases), Settings (the part of the config that decisions depend on);
         reported_by and carried_out_by, the declarations, and the registers that they fill
 
-The tag is made from the class name, `TrajectoryFinished` -> `trajectory-finished`, so the same name
-appears in the log, the docs and the code. Values that the core keeps are integers and strings only:
-a reward travels as the bits of its float64, because the core's state holds no floats.
+Values that the core keeps are integers and strings only: a reward travels as the bits of its
+float64, because the core's state holds no floats.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
+from laminar.events.families import Message
 from laminar.names.roles import Role
 
 
-class WireError(ValueError):
-    """Bytes that are not a legal message or frame; they change nothing and are counted."""
-
-
-def to_kebab_case(name: str) -> str:
-    """Return the kebab-case form of a class name: `TrajectoryFinished` -> `trajectory-finished`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
-
-
-class Event(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag=to_kebab_case,
-    gc=False,
-):
+class Event(Message, frozen=True, kw_only=True, gc=False):
     """A fact, in the past tense. It may arrive more than once; handling is idempotent."""
 
 
-class Command(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    tag=to_kebab_case,
-    gc=False,
-):
+class Command(Message, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A decision, in the imperative, addressed to one process.
 
     A field that is added later has a default with the old meaning. The default is left out of the

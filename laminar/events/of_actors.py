@@ -10,6 +10,7 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, reported_by
+from laminar.events.families import Item
 from laminar.names.ids import TrajectoryId
 from laminar.names.roles import ACTOR_ROLES, Role
 
@@ -65,7 +66,7 @@ class DataLoaded(Event, frozen=True, kw_only=True):
     digest: str
 
 
-class EndedTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EndedTrajectory(Item, frozen=True, kw_only=True):
     """The end of one trajectory in `trajectories-ended`."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")

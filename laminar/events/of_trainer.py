@@ -10,11 +10,12 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, reported_by
+from laminar.events.families import Item
 from laminar.names.ids import TrajectoryId
 from laminar.names.roles import Role
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Checkpoint(Item, frozen=True, kw_only=True):
     """A checkpoint on disk, as it describes itself."""
 
     version: int
@@ -23,7 +24,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     digest: str  #: chained digest over the ids of all batches that made it
 
 
-class TrainFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainFunction(Item, frozen=True, kw_only=True):
     """A user function that computes losses or advantages."""
 
     setting: str
@@ -58,7 +59,7 @@ class StepRepeated(Event, frozen=True, kw_only=True):
     published: str  #: digest of those that were; empty: none were published, or it is unknown
 
 
-class ExcludedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExcludedRows(Item, frozen=True, kw_only=True):
     """Rows of a batch that were not trained: an engine that sampled them had other weights."""
 
     replica: str

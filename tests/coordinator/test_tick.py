@@ -13,8 +13,9 @@ from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Event, WireError
+from laminar.events.base import Event
 from laminar.events.codec import decode_event, encode
+from laminar.events.families import WireError
 from laminar.names import exit_codes
 from laminar.net.frames import Ack, Ask, Data, Hello, Refused, decode_server
 from laminar.net.frames import encode as encode_frame

@@ -95,7 +95,7 @@ def test_replaced_process_is_told_at_once_though_it_says_nothing() -> None:
 def test_more_processes_than_files_allow_are_told_so() -> None:
     """What is connected and what asks to be admitted counts."""
     desk = desk_of_all()
-    desk.tick._peers_max = len(NAMES)
+    desk.tick._links.peers_max = len(NAMES)
     hello = Hello("rollout-2", "rollout", "rollout-2/a", 0, 1, {})
     ((_, answer),) = desk.turn([(b"rollout-2/a", encode_frame(hello))])
     refused = decode_server(answer, 10_000)

@@ -17,8 +17,9 @@ from typing import Any
 
 from laminar.actors.host import ActorRole, Host
 from laminar.events import commands as cmd
-from laminar.events.base import Command, Event, WireError
+from laminar.events.base import Command, Event
 from laminar.events.codec import decode_envelope, encode
+from laminar.events.families import WireError
 from laminar.names import exit_codes
 from laminar.net.calls import FLUSH_S, Handler
 from laminar.net.session import NEVER_NS, ClientLink, LinkClosed, LinkState
