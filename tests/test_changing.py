@@ -1,8 +1,11 @@
-"""docs/changing.md: the files that it names exist, and have the names that stand beside them."""
+"""docs/changing.md: its files exist and have the names next to them. Changes in one file."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,22 @@ CHANGES = {
     "Add an engine", "Add a batch strategy",
     "Add a reward signature", "Add a metric",
 }  # fmt: skip
+
+NEW_KIND = (
+    '    GPU_LOST = "gpu-lost", KindRecord("GPU lost", "replace it", "{subject} burns", 77)\n'
+)
+FOLLOWS = """
+from laminar.analysis.report.summary import Milestones, _summarize_outcome
+from laminar.core.state.failures import Failure, FailureKind
+from tools.kit.bench import Bench
+from tools.make.states import page
+state = Bench().state
+state.failed, state.phase = Failure(FailureKind.GPU_LOST, "rollout-0"), "ended"
+found = _summarize_outcome(state, Milestones())
+assert (state.exit_code, found["exit_code"], found["failure"]) == (77, 77, "rollout-0 burns")
+assert (found["failure_kind"], found["remedy"]) == ("gpu-lost", "replace it")
+assert "| `gpu-lost`: GPU lost | 77 | no | replace it |" in page()
+"""
 
 
 def steps(section: str) -> list[str]:
@@ -44,3 +63,11 @@ def test_files_exist_and_have_the_names(section: str) -> None:
             assert re.search(rf"\b{re.escape(name)}\b", text), (name, step)
         named += len(files)
     assert named >= 2, "a change has its files"
+
+
+def test_a_kind_of_failure_is_added_in_one_file(tmp_path: Path) -> None:
+    for folder in ("laminar", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    table = tmp_path / "laminar/core/state/failures.py"
+    table.write_text(table.read_text().replace("    # fmt: on\n", f"{NEW_KIND}    # fmt: on\n"))
+    subprocess.run([sys.executable, "-c", FOLLOWS], cwd=tmp_path, check=True)

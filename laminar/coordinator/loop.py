@@ -329,6 +329,7 @@ class Coordinator:
         self.log.info(
             "ended",
             failure=state.run.failure,
+            failure_kind=state.run.failed.kind if state.run.failed is not None else None,
             exit_code=state.run.exit_code,
             event_seq=state.seq,
             bad_frames=self.tick.bad_frames,

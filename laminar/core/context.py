@@ -33,7 +33,7 @@ class Context:
             TrajectoryEnding
         ] = []  #: decided for this event, sent together after all else
         self.repack_due = False  #: whether replicas with stragglers are to be looked for
-        self.failure: tuple[Failure, int] | None = None  #: failure that ends the run, and exit code
+        self.failure: Failure | None = None  #: failure that ends the run
         self._touched: dict[str, None] = {}  #: replicas whose situation changed
         self._touched_all = False
 

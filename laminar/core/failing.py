@@ -13,9 +13,7 @@ from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.statuses import Phase
 
 
-def fail_run(
-    ctx: Context, kind: FailureKind, subject: str, detail: str = "", *, exit_code: int = 1
-) -> bool:
+def fail_run(ctx: Context, kind: FailureKind, subject: str, detail: str = "") -> bool:
     """End the run with a reason; return False if it has one already, or stops: keep the first."""
     state = ctx.state
     if (
@@ -24,7 +22,7 @@ def fail_run(
         or state.run.phase in (Phase.STOPPING, Phase.ENDED)
     ):
         return False
-    ctx.failure = Failure(kind, subject, ctx.stamped.seq, detail), exit_code
+    ctx.failure = Failure(kind, subject, ctx.stamped.seq, detail)
     return True
 
 

@@ -89,6 +89,7 @@ class StatusWriter:
 
     def _build_status(self, state: State) -> dict[str, Any]:
         trained = state.work.ledger.trajectories.trained
+        failed = state.run.failed or state.run.drain_failure
         return {
             "phase": state.run.phase,
             "pause": "pausing" if state.run.pausing else "paused" if state.run.paused else "",
@@ -106,7 +107,7 @@ class StatusWriter:
             "evaluations": [describe_evaluation(result) for result in state.evaluations.results],
             "evaluating": state.evaluations.running is not None,
             "export": state.versions.export_path,
-            "failure": state.run.failure or state.run.drained_for,
+            "failure": failed.sentence if failed is not None else "",
             "reward_errors": reward_errors(state),
             "left_out": list(self.left_out),
             "warnings": list(state.signals.warnings.values()),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.coordinator.exit_reason import describe_error, get_exit_code
+from laminar.coordinator.exit_reason import find_failure
 from laminar.coordinator.restarts import GiveUp, Restarts
 from laminar.coordinator.tick import HandlingFailed
 from laminar.core.machine import HANDLING
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.state import hash_state
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
@@ -331,14 +332,13 @@ def test_an_exception_of_the_core_ends_the_coordinator(
             desk.talk()
     assert raised.value.__cause__ is error
     assert raised.value.stamped.event == READY
-    code, said = get_exit_code(raised.value), describe_error(raised.value)
-    assert code == exit_codes.FAILED and Restarts(0.0, 300.0).decide_restart(
-        code, 9.0, 9.0
-    ) == GiveUp(code)
-    assert said.startswith(
+    failure, code = find_failure(raised.value), exit_codes.FAILED
+    assert failure.kind == FailureKind.NOT_HANDLED and failure.kind.record.exit_code == code
+    assert Restarts(0.0, 300.0).decide_restart(code, 9.0, 9.0) == GiveUp(code)
+    assert failure.detail.startswith(
         "trainer-ready, message 1 of trainer-0 (incarnation 1) cannot be handled"
     )
-    assert f"{type(error).__name__}: {error}" in said
+    assert f"{type(error).__name__}: {error}" in failure.detail
     with pytest.raises(RuntimeError, match="an earlier turn failed"):
         desk.turn()  # it would acknowledge, and log what the broken state decides
     assert desk.tick.bad_frames == 0 and link.outbox

@@ -194,7 +194,7 @@ def failed(world: World, kind: FailureKind, subject: str, cause: int) -> State:
     """Its last state says that it has failed so."""
     state = world.coordinator.state
     assert state is not None
-    state.run.failed, state.run.exit_code = Failure(kind, subject, cause), 1
+    state.run.failed = Failure(kind, subject, cause)
     return state
 
 

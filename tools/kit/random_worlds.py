@@ -10,6 +10,7 @@ import random
 
 import msgspec
 
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.state import Settings
 from laminar.names import exit_codes
 from tools.kit.world import World
@@ -216,10 +217,11 @@ def check_failed(world: World) -> None:
     state, ledger = world.state, world.state.work.ledger
     if state.versions.export >= 0 and not state.run.failure:
         return check_end(world)  # it had all that it needed
-    first = state.run.drained_for or world.faults.fatal_role
-    not_begun = first == "node" and "not started" in state.run.failure
-    assert (first in state.run.failure or not_begun) and state.run.exit_code == 1
-    if world.faults.fatal_role not in ("store", "node"):  # a lost node has taken the store along
+    failed, role = state.run.failed, world.faults.fatal_role
+    assert failed is not None and failed.kind.record.exit_code == exit_codes.FAILED
+    lost = failed.kind.record.loss and (role in failed.subject or role == "node")
+    assert lost or failed == state.run.drain_failure, failed
+    if role not in ("store", "node"):  # a lost node has taken the store along
         assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
         assert all(row.end for row in world.rows.values())
 
@@ -229,9 +231,9 @@ def check_end(world: World) -> None:
 
     It has failed only where the reward did, or a batch has ended its trainers."""
     state, ledger = world.state, world.state.work.ledger
-    given_up = "has ended trainer-0 3 times" in state.run.failure
-    assert given_up or state.run.failure == state.run.drained_for, state.run.failure
-    assert state.run.exit_code == bool(state.run.failure)
+    given_up = state.run.failed is not None and state.run.failed.kind == FailureKind.BATCH_FATAL
+    assert given_up or state.run.failed == state.run.drain_failure, state.run.failed
+    assert state.run.exit_code == (exit_codes.FAILED if state.run.failed else exit_codes.COMPLETE)
     assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
     ends = [row.end for row in world.rows.values()]
     assert all(ends), "the store has a trajectory without an end"

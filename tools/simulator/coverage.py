@@ -20,6 +20,7 @@ from laminar.core.state.transitions import TRAJECTORY_TRANSITIONS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
+from laminar.events.reasons import DropReason
 
 _MOVE_NAMES = {
     (before, after): f"move:{before}-{trigger}"
@@ -149,7 +150,7 @@ class Coverage:
         for reason in state.work.ledger.trajectories.dropped:
             self.hit(f"dropped:{reason}")
         for reason in state.work.ledger.tokens.dropped:
-            if reason == "restarted":
-                self.hit("dropped:restarted")
+            if reason == DropReason.RESTARTED:
+                self.hit(f"dropped:{reason}")
         for name in state.run.ignored:
             self.hit(f"ignored:{name.partition(': ')[2]}")

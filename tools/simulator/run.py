@@ -68,6 +68,7 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
         violation = Violation("nothing_raises", f"{type(error).__name__}: {error}")
         violation.__cause__ = error
     state, over = world.coordinator.state, world.coordinator.over
+    failed = over.failure if over else state.run.failed if state is not None else None
     return Outcome(
         seed=seed,
         events=world.checks.events,
@@ -77,7 +78,7 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
         coordinators=world.coordinator.incarnations,
         replays=world.checks.replays,
         faults=tuple(world.faults.active),
-        failure=(over.reason or "") if over else state.run.failure if state is not None else "",
+        failure=failed.sentence if failed is not None else "",
         invariant=violation.invariant if violation else "",
         details=violation.details if violation else "",
         subjects=violation.subjects if violation else (),

@@ -49,7 +49,7 @@ from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.events.reasons import DropReason
+from laminar.events.reasons import DropReason, RewardOutcome
 from laminar.names.ids import Purpose, TrajectoryId
 from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
 from laminar.run.renames import write_whole
@@ -175,7 +175,9 @@ def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     return {
         "exit_code": state.run.exit_code if state.run.phase == Phase.ENDED else None,
         "failure": state.run.failure,
-        "interrupted": state.run.draining and not (state.run.drained_for or state.run.paused),
+        "failure_kind": state.run.failed.kind if state.run.failed is not None else None,
+        "remedy": state.run.failed.kind.record.remedy if state.run.failed is not None else None,
+        "interrupted": state.run.draining and not (state.run.drain_failure or state.run.paused),
         "paused": state.run.paused,
         "resumable": state.settings.keeps_checkpoints and not is_run_over(state),
         "forked_from": _summarize_origin(state),
@@ -234,7 +236,7 @@ def _summarize_rewards(state: State, account: Account) -> dict[str, Any]:
     """Return the outcome of scoring; logs of older releases are counted by their events."""
     counted = state.signals.rewards
     reasons = Counter(event.reason for event in account.rewarded.values())
-    failed = {reason: n for reason, n in reasons.items() if reason != "ok"}
+    failed = {reason: n for reason, n in reasons.items() if reason != RewardOutcome.OK}
     return {
         "reward_answers": counted.answers if counted else reasons.total(),
         "reward_errors": dict(counted.errors) if counted else failed,

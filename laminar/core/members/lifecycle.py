@@ -19,7 +19,7 @@ from laminar.core.registry import handles
 from laminar.core.scheduling import groups
 from laminar.core.scheduling.admission import groups_wanted
 from laminar.core.state import keys
-from laminar.core.state.failures import FailureKind
+from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.indexes import live_actor, master_relay, working_trainer
 from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase
@@ -30,7 +30,6 @@ from laminar.core.versions import broadcast, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, EndKind
-from laminar.names import exit_codes
 from laminar.names.roles import Role
 
 DATA = "data"  #: the subject of failures of the prompts
@@ -46,20 +45,17 @@ def plan_phase(ctx: Context) -> bool:
 
 
 def end_failed_run(ctx: Context) -> None:
-    """End the run if the event has shown that it failed.
+    """End the run if the event has shown that it failed, or stop it if it can be resumed.
 
-    A pausing run that loses its processes pauses at once instead: they leave for the same
-    reason. A mistake of the user that shows after the start can be corrected: the run stops."""
+    A pausing run that loses its processes pauses at once instead."""
     if ctx.failure is None:
         return
-    (failed, exit_code), ctx.failure = ctx.failure, None
-    if ctx.state.run.pausing and failed.kind in pausing.LOSS_FAILURES:
-        return pausing.pause_run(ctx)
-    if exit_code == exit_codes.USER_ERROR and pausing.stays_open(ctx.state, drained=False):
-        return pausing.stop_failed_run(ctx, failed, exit_code)
-    ctx.state.run.failed, ctx.state.run.exit_code = failed, exit_code
-    if failed.kind in pausing.RESUMABLE_FAILURES and pausing.stays_open(ctx.state, drained=False):
-        return pausing.stop_run(ctx, exit_code)
+    failed, ctx.failure = ctx.failure, None
+    if ctx.state.run.pausing and failed.kind.record.loss:
+        return pausing.stop_run(ctx)
+    ctx.state.run.failed = failed
+    if failed.kind.record.resumable and pausing.stays_open(ctx.state, drained=False):
+        return pausing.stop_run(ctx)
     _start_ending(ctx)
 
 
@@ -105,11 +101,12 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
     pausing.end_pause(ctx)
     state.run.draining = True
     if event.at_once and pausing.stays_open(state, drained=repeat):
-        pausing.stop_immediately(ctx, event.reason)
+        state.run.failed = Failure(FailureKind.STOPPED, event.reason, ctx.stamped.seq)
+        pausing.stop_run(ctx)
     elif event.at_once or (state.run.phase == Phase.STARTING and not repeat):
         early = state.run.phase == Phase.STARTING
         kind = FailureKind.STOPPED_EARLY if early else FailureKind.STOPPED
-        if not fail_run(ctx, kind, pausing.RUN, event.reason, exit_code=130) and repeat:
+        if not fail_run(ctx, kind, event.reason) and repeat:
             ctx.ignore("run-ending")
     elif repeat:
         ctx.ignore("repeat")
@@ -256,7 +253,7 @@ def _final_evaluation(ctx: Context) -> bool:
 def _start_ending(ctx: Context) -> None:
     state = ctx.state
     if state.run.drain_failure:
-        state.run.failed, state.run.exit_code = state.run.drain_failure, 1
+        state.run.failed = state.run.drain_failure
     pausing.end_pause(ctx)
     move_run(state, "end")
     ctx.clear_timer(keys.BATCH_TIMEOUT)

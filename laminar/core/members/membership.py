@@ -38,6 +38,7 @@ from laminar.events.base import COORDINATOR, STRATEGY
 from laminar.names.roles import ACTOR_ROLES, Role
 
 REPLACED = "another process has its place"
+OTHER_NODE = "{} was lost or replaced since it has started this process"
 FORMER_MAX = 4
 """The boots remembered per node: after a network cut, the hello of an ended one comes soon."""
 SINGLE_ROLES = (Role.STORE, Role.TRAINER)  #: roles of which a run has one process, which it needs
@@ -114,7 +115,7 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str | None:
     if broadcast.is_run_ending(ctx.state) and not _can_join_late(ctx.state, event):
         return "the run is ending"
     if not _is_of_its_node(ctx.state, event):
-        return f"{event.node} was lost or replaced since it has started this process"
+        return OTHER_NODE.format(event.node)
     first = find_trainer(ctx.state) if event.role == Role.TRAINER else None
     if first is None or not step_replay.may_be_lost(ctx.state, first.name):
         return None
@@ -164,8 +165,8 @@ def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
         ctx.state, name
     )
     if event.user_error or alone:
-        code = 2 if event.user_error else 1
-        if not fail_run(ctx, FailureKind.PROCESS_FAILED, name, event.reason, exit_code=code):
+        kind = FailureKind.USER_MISTAKE if event.user_error else FailureKind.PROCESS_FAILED
+        if not fail_run(ctx, kind, name, f"{name}: {event.reason}"):
             ctx.ignore("run-ending")
     else:
         again = event.engine and _is_failing_each_start(ctx.state, name, event.reason)

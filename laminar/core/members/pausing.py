@@ -1,7 +1,7 @@
 """Stopping a run that stays open, to be resumed: at once, or by a pause.
 
 Reads   DrainRequested, through lifecycle.py; completed steps, checkpoints
-Writes  state.run.pausing, state.run.stopped, state.run.failed, state.run.exit_code, state.run.phase
+Writes  state.run
 Emits   SaveCheckpoint, StopActor
 
 A pause completes and saves the step in training if there is one and the trainer works, so no step
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from laminar.core.context import Context
 from laminar.core.state import keys
-from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.indexes import indexes_of, working_trainer
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
@@ -22,23 +21,13 @@ from laminar.core.state.transitions import move_run
 from laminar.core.steps import batching
 from laminar.core.versions import broadcast, publishing
 from laminar.events import commands as cmd
-from laminar.names import exit_codes
 
-RUN = "run"  #: the subject of requests of the user
 RESUMABLE_PHASES = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
 """Phases in which every resumable run can be stopped at once."""
 STOP_TIMEOUT_MS = 20_000
 """The timeout of a stop, which flushes a few buffers; after this the node ends the process."""
 SAVE_TIMEOUT_MS = 1_800_000
 """The timeout for saving a large model with its optimizer on a shared file system."""
-LOSS_FAILURES = (
-    FailureKind.NOT_STARTED, FailureKind.NEVER_JOINED, FailureKind.PROCESS_LOST,
-    FailureKind.STORE_LOST, FailureKind.TRAINER_LOST, FailureKind.RELAY_LOST,
-    FailureKind.REPLICAS_LOST,
-)  # fmt: skip
-"""Losses that do not fail a pausing run: its other machines leave for the same reason."""
-RESUMABLE_FAILURES = (FailureKind.NON_FINITE,)
-"""Failures after which a run with checkpoints can be resumed."""
 
 
 def stays_open(state: State, *, drained: bool) -> bool:
@@ -50,23 +39,11 @@ def stays_open(state: State, *, drained: bool) -> bool:
     return drained and not (state.run.failed or batching.are_steps_done(state))
 
 
-def stop_immediately(ctx: Context, reason: str) -> None:
-    """Order all processes to end; the ledger stays open."""
-    failure = Failure(FailureKind.STOPPED, RUN, ctx.stamped.seq, reason)
-    stop_failed_run(ctx, failure, exit_codes.STOPPED_EARLY)
-
-
-def stop_failed_run(ctx: Context, failure: Failure, exit_code: int) -> None:
-    """Stop with a failure that a resume clears."""
-    ctx.state.run.failed = failure
-    stop_run(ctx, exit_code)
-
-
-def stop_run(ctx: Context, exit_code: int) -> None:
-    """Order all processes to end; the run stays open."""
+def stop_run(ctx: Context) -> None:
+    """Order all processes to end; the ledger stays open. Without a failure the run is paused."""
     state = ctx.state
     end_pause(ctx)
-    state.run.stopped, state.run.exit_code = True, exit_code
+    state.run.stopped = True
     move_run(state, "stop now")
     stop_all_actors(ctx)
 
@@ -101,11 +78,6 @@ def end_pause(ctx: Context) -> None:
     ctx.clear_timer(keys.PAUSE)
 
 
-def pause_run(ctx: Context) -> None:
-    """End all processes; later processes resume their work."""
-    stop_run(ctx, exit_codes.PAUSED)
-
-
 def plan_pause(ctx: Context) -> bool:
     """Pause as soon as the last step is saved, or cannot be; return whether the run has."""
     state = ctx.state
@@ -122,7 +94,7 @@ def plan_pause(ctx: Context) -> bool:
             and _would_lose_responses(state)
         ):
             return False
-        pause_run(ctx)
+        stop_run(ctx)
         return True
     ctx.issue_command(
         cmd.SaveCheckpoint(to=trainer.name, version=version, step=state.steps.completed),

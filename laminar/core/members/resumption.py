@@ -48,7 +48,7 @@ def is_run_over(state: State) -> bool:
 
 def _was_stopped(state: State) -> bool:
     """Return whether the user stopped the run, or has asked for it to end and it is about to."""
-    drains = state.run.draining and not (state.run.failure or state.run.drained_for)
+    drains = state.run.draining and not (state.run.failed or state.run.drain_failure)
     return state.run.stopped or (drains and not batching.are_steps_done(state))
 
 
@@ -85,7 +85,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     if state.run.pausing or (event.asked and _was_stopped(state)):
         pausing.end_pause(ctx)
         state.run.draining = state.run.stopped = False
-        state.run.failed, state.run.exit_code = None, 0
+        state.run.failed = None
         state.signals.nonfinite_in_row = 0
         if state.run.phase not in (Phase.STARTING, Phase.RUNNING):
             _train_on(ctx)

@@ -10,6 +10,7 @@ import msgspec
 
 from laminar.core.state.failures import Failure
 from laminar.core.state.statuses import Phase, encode_default
+from laminar.names import exit_codes
 
 
 class Run(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -22,7 +23,6 @@ class Run(msgspec.Struct, kw_only=True, omit_defaults=True):
     #: stopped or paused: open work stays open until the run is resumed
     stopped: bool = False
     failed: Failure | None = None
-    exit_code: int = 0
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
 
     @property
@@ -31,11 +31,13 @@ class Run(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.failed.sentence if self.failed is not None else ""
 
     @property
+    def exit_code(self) -> int:
+        """The exit code of the run once it has ended."""
+        if self.failed is not None:
+            return self.failed.kind.record.exit_code
+        return exit_codes.PAUSED if self.stopped else exit_codes.COMPLETE
+
+    @property
     def paused(self) -> bool:
         """Whether the run is paused: all processes were ordered to end, and it can be resumed."""
         return self.stopped and self.failed is None
-
-    @property
-    def drained_for(self) -> str:
-        """Why the run drains, as a sentence; empty: it does not, or the user asked."""
-        return self.drain_failure.sentence if self.drain_failure is not None else ""

@@ -102,7 +102,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
         return
     other = find_other_function_reason(state.steps.function_digests, functions)
     if other and not broadcast.is_run_ending(state):
-        fail_run(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
+        fail_run(ctx, FailureKind.USER_MISTAKE, name, f"{name}: {other}")
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
     known, found = state.versions.checkpoint_paths, {c.version: c.path for c in confirmed}

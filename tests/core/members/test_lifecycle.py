@@ -248,12 +248,9 @@ def test_loss_of_a_single_role_ends_the_run_with_closed_books(name: str) -> None
     bench.start()
     bench.complete("0.0")
     bench.kill(name, restarting=False)
-    reasons = {
-        "trainer-0": "trainer-0 is lost: its process ended with exit code -9",
-        "relay-0": "the trainer's machine has no relay: relay-0: "
-        "its process ended with exit code -9",
-    }
-    assert bench.state.run.failure == reasons[name]
+    assert (
+        bench.state.run.failed.kind == {"trainer-0": "process-lost", "relay-0": "relay-lost"}[name]
+    )
     bench.stop()
     assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 1)
     assert books_closed(bench)
@@ -268,9 +265,10 @@ def test_last_replica_that_never_comes_back_ends_the_run() -> None:
     bench.write_ends()
     assert not bench.state.run.failure
     bench.wait(60_000)
-    assert bench.state.run.failure == (
-        "no replica is left: rollout-0 was restarted and never joined"
-    )  # fmt: skip
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "rollout-0",
+    )
 
 
 def test_process_that_never_joins_ends_the_run() -> None:

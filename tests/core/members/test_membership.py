@@ -92,9 +92,9 @@ def test_run_ends_when_the_restarted_relay_of_its_trainer_ends_for_good_before_i
     bench.start()
     bench.kill("relay-0")
     exit_before_joining(bench, "relay-0", restarting=False)
-    assert bench.state.run.failure == (
-        "the trainer's machine has no relay: relay-0 was restarted and never joined: "
-        "its process ended with exit code 1"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "relay-lost",
+        "relay-0",
     )
 
 
@@ -210,10 +210,10 @@ def test_an_engine_that_fails_in_the_same_way_at_two_starts_ends_the_run() -> No
     fails_at_a_start(bench, "rollout-1")
     assert bench.state.run.phase == "starting" and not bench.state.run.failure
     fails_at_a_start(bench, "rollout-1")
-    assert bench.state.run.failure == (
-        "rollout-1: its engine failed the same way at two starts: head_dim=20 is not supported"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "engine-fails",
+        "rollout-1",
     )
-    assert bench.state.run.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,9 @@ def test_the_last_word_of_an_engine_is_why_no_replica_is_left() -> None:
         actor="rollout-0", boot_id=boot_id, code=1, restarting=False, reason="it was the last time"
     )
     bench.say("node-0", gone)
-    assert bench.state.run.failure == (
-        "no replica is left: rollout-0: head_dim=20 is not supported; it was the last time"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "rollout-0",
     )
 
 

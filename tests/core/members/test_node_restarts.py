@@ -78,8 +78,9 @@ def test_a_machine_that_does_not_come_back_ends_the_run(joined: bool) -> None:
 def test_without_checkpoints_the_trainer_does_not_come_back() -> None:
     bench = run(save_freq=0)
     bench.join("node-0", "b")
-    assert bench.state.run.failure == (
-        "trainer-0 is lost: its machine node-0 is lost: was replaced by a new process"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "process-lost",
+        "trainer-0",
     )
 
 

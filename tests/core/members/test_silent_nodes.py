@@ -64,8 +64,9 @@ def test_last_replica_whose_node_stays_silent_ends_the_run_when_a_start_would_be
     bench.wait(bench.settings.start_timeout_ms - 1)
     assert not bench.state.run.failure
     bench.wait(1)
-    assert bench.state.run.failure == (
-        "no replica is left: rollout-0 is lost, and node-0, which would restart it, is silent"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "rollout-0",
     )
 
 
@@ -151,7 +152,7 @@ def test_machine_that_is_lost_in_parts_is_waited_for_no_longer_than_a_start_take
     bench.wait(bench.settings.start_timeout_ms - 1)
     assert not bench.state.run.failure
     bench.wait(1)
-    assert bench.state.run.failure == (
-        "no replica is left: rollout-1.0 is lost with its machine node-1, and no other node has "
-        "its place"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "rollout-1.0",
     )

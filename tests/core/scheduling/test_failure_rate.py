@@ -70,7 +70,7 @@ def test_a_reward_that_always_fails_ends_the_run_after_one_batch() -> None:
     scores = Scores()
     scores.all("e" * BATCH)
     assert scores.ending
-    assert scores.bench.state.run.drained_for == (
+    assert scores.bench.state.run.drain_failure.detail == (
         "the reward failed on 4 of the last 4 training responses, more than "
         "reward.max_error_share = 0.5; the first failure: KeyError: 'x' (reward.py:4)"
     )
@@ -121,7 +121,7 @@ def test_a_reward_that_breaks_late_ends_the_run_within_the_window() -> None:
     scores.all("o" * 200 + "e" * (WINDOW // 2))
     scores.all("e")
     assert scores.ending
-    assert f"{WINDOW // 2 + 1} of the last {WINDOW} " in scores.bench.state.run.drained_for
+    assert f"{WINDOW // 2 + 1} of the last {WINDOW} " in scores.bench.state.run.drain_failure.detail
 
 
 def test_the_ring_counts_what_a_list_of_all_attempts_counts() -> None:
@@ -156,7 +156,7 @@ def test_a_function_that_applies_to_nothing_ends_the_run() -> None:
     scores.all("n" * (WINDOW - 1) + "o" + "n" * (WINDOW - 1))
     scores.all("n")
     assert scores.ending
-    assert f"no score for any of the last {WINDOW} training" in scores.bench.state.run.drained_for
+    assert scores.bench.state.run.drain_failure.kind == "no-scores"
     assert scores.found.errors == {}
 
 
@@ -198,5 +198,4 @@ def test_an_environment_that_fails_on_a_fifth_of_its_calls_ends_the_run() -> Non
     assert not scores.ending
     scores.all("ff")  # eight of the 48 calls before
     assert scores.ending
-    drained_for = scores.bench.state.run.drained_for
-    assert drained_for.startswith("the environment failed on 10 of its last 50")
+    assert scores.bench.state.run.drain_failure.kind == "env-fails"

@@ -346,9 +346,9 @@ def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
     bench.come_back("relay-0")
     bench.say("relay-0", ev.WeightsPublished(version=0, step=0, digest="x", num_bytes=4, held=(0,)))
     bench.kill("relay-0", restarting=False)
-    assert bench.state.run.failure == (
-        "the trainer's machine has no relay: "
-        "relay-0: its version 0 has digest x, but d0 was published"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "relay-lost",
+        "relay-0",
     )
 
 
@@ -384,8 +384,9 @@ def test_run_ends_when_no_replica_has_a_relay() -> None:
     bench.kill("rollout-0", restarting=False)
     assert not bench.state.run.failure
     bench.kill("relay-1", restarting=False)
-    assert bench.state.run.failure == (
-        "no replica is left: relay-1: its process ended with exit code -9"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "relay-1",
     )
 
 

@@ -15,7 +15,7 @@ from laminar.eventlog.record import EventRecord
 from laminar.eventlog.replay import replay_records
 from laminar.eventlog.snapshot import read_snapshots
 from laminar.events.base import Command, Settings, Stamped
-from laminar.events.reasons import FinishReason
+from laminar.events.reasons import DropReason, EndKind, FinishReason
 from laminar.storage import books
 from laminar.storage.rules import Row, decode_reward
 from tools.simulator.checks.safety import Checks
@@ -66,9 +66,9 @@ def groups_are_filtered(settings: Settings, rows: dict[str, Row]) -> None:
     """Check that exactly the groups without variance are dropped, and none without a filter."""
     flat, kept = dict[str, list[float]](), dict[str, list[float]]()
     for row in rows.values():
-        if row.end_reason == "no-variance":
+        if row.end_reason == DropReason.NO_VARIANCE:
             flat.setdefault(row.group_id, []).append(_measured(settings, row))
-        elif row.end == "trained" or row.end_reason == "mismatch":
+        elif row.end == EndKind.TRAINED or row.end_reason == DropReason.MISMATCH:
             kept.setdefault(row.group_id, []).append(_measured(settings, row))
     metric = settings.filter_metric
     for group, values in flat.items():

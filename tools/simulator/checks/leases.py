@@ -18,7 +18,7 @@ from laminar.core.state.indexes import indexes_of
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
+from laminar.events.base import Command, Event, Stamped
 from laminar.names.roles import Role
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import MS
@@ -30,6 +30,7 @@ _LOSSES = (
     FailureKind.REPLICAS_LOST,
 )  # fmt: skip
 """Losses of a process that its node might restart."""
+_END_TIMERS = keys.deadline_timer(keys.CommandKey("end:"))
 SILENT = 0.75  #: part of the short lease after which a machine counts as silent, with a margin
 
 
@@ -75,7 +76,7 @@ class Leases:
         event = stamped.event
         for command in commands:
             if isinstance(command, cmd.RestartActor):
-                self._writes_in_time(command)
+                self._writes_in_time(stamped.event, command)
                 self._ordered[command.actor] = state.members.actors[command.actor].incarnation
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
@@ -174,9 +175,9 @@ class Leases:
         if node in self.silent_nodes and not waited:
             raise Violation("silent_node_is_waited_for", failed.sentence, node)
 
-    def _writes_in_time(self, order: cmd.RestartActor) -> None:
+    def _writes_in_time(self, event: Event, order: cmd.RestartActor) -> None:
         """Check store_writes_in_time: a store with heartbeats writes, unless its disk is full."""
-        overdue = order.reason.startswith(cmd.EndTrajectories.__name__)
+        overdue = isinstance(event, ev.TimerFired) and event.timer.startswith(_END_TIMERS)
         if overdue and not self._world.database.full:
             raise Violation("store_writes_in_time", order.reason, order.actor)
 

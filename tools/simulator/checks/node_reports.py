@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from laminar.core.members.membership import OTHER_NODE
 from laminar.core.state import keys
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
@@ -52,7 +53,7 @@ class NodeReports:
                 continue
             node = state.members.actors.get(event.node)
             its_own = node is not None and node.alive and node.boot_id == event.node_boot
-            if its_own and "has started this process" in command.reason:
+            if its_own and command.reason == OTHER_NODE.format(event.node):
                 what = f"{event.boot_id} of {event.node_boot} is refused: {command.reason}"
                 raise Violation("own_processes_are_taken", what, event.name)
 

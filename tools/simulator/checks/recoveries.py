@@ -54,6 +54,7 @@ _CAUSES_OF_RUN = {
     FailureKind.STOPPED_EARLY: ("DrainRequested",),
     FailureKind.NOT_STARTED: ("timer:start",),
     FailureKind.NEVER_JOINED: ("ProcessExited",),
+    FailureKind.USER_MISTAKE: ("ActorFailed", "TrainerReady"),
     FailureKind.PROCESS_FAILED: ("ActorFailed",),
     FailureKind.ENGINE_FAILS: ("ActorFailed",),
     FailureKind.NOT_PUBLISHED: ("timer:weights", "timer:command:publish"),

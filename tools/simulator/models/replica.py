@@ -23,6 +23,7 @@ from laminar.engines.emulated.clock_engine import ClockEngine, EmulatedResponse
 from laminar.engines.emulated.fake_tokens import END_ID, make_prompt
 from laminar.engines.emulated.timing import P99_QUANTILE
 from laminar.engines.protocol import GenerateRequest, KvOnUpdate, TokenDelta, WeightSource
+from laminar.events.reasons import RewardOutcome
 from laminar.names import exit_codes
 from laminar.storage.rules import TOKEN_BYTES, Row
 from laminar.tasks.environments.turns import (
@@ -182,8 +183,9 @@ class Rewards:
 
 def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
     """Return a score below `scores`, the same on every replica; 0 if the function failed."""
-    score = float(sum(tokens) % scores) if reason == "ok" else 0.0
-    return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
+    succeeded = reason == RewardOutcome.OK
+    score = float(sum(tokens) % scores) if succeeded else 0.0
+    return RewardResult(score, reason, "", {"half": score / 2} if succeeded else {})
 
 
 def _tailed(chance: random.Random, p99_to_median: float) -> float:
