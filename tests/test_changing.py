@@ -28,9 +28,9 @@ from laminar.core.state.failures import Failure, FailureKind
 from tools.kit.bench import Bench
 from tools.make.states import page
 state = Bench().state
-state.failed, state.phase = Failure(FailureKind.GPU_LOST, "rollout-0"), "ended"
+state.run.failed, state.run.phase = Failure(FailureKind.GPU_LOST, "rollout-0"), "ended"
 found = _summarize_outcome(state, Milestones())
-assert (state.exit_code, found["exit_code"], found["failure"]) == (77, 77, "rollout-0 burns")
+assert (state.run.exit_code, found["exit_code"], found["failure"]) == (77, 77, "rollout-0 burns")
 assert (found["failure_kind"], found["remedy"]) == ("gpu-lost", "replace it")
 assert "| `gpu-lost`: GPU lost | 77 | no | replace it |" in page()
 """
