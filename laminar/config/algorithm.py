@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from laminar.config.declaring import Natural, NonNegative, Section, Share, decides, doc, path_form
+from laminar.config.deciding import Decides
+from laminar.config.declaring import Natural, NonNegative, Section, Share, doc, path_form
 
 LossAggMode = Literal[
     "token-mean",
@@ -64,12 +65,12 @@ class FilterGroupsConfig(Section, frozen=True, kw_only=True):
     metric: Annotated[
         Literal["score", "acc"],
         doc("compared values; acc: correctness"),
-        decides("filter_metric", absent=""),
+        Decides("filter_metric", absent=""),
     ] = "score"
     max_num_gen_batches: Annotated[
         Natural,
         doc("batches of such prompts in a row that end the run; 0: only the end of the data does"),
-        decides("filter_batches", absent=0),
+        Decides("filter_batches", absent=0),
     ] = 10
 
     @property
@@ -117,7 +118,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
             "deadline | priority | your function as path.py:name: which prompts make a batch; see "
             "docs/training.md"
         ),
-        decides(),
+        Decides(),
     ] = "deadline"
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()

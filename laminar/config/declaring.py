@@ -1,11 +1,11 @@
 """Building blocks for the declarations of settings.
 
-Gives   Section; doc, path_form and decides, for a key; the types of several keys
+Gives   Section; doc and path_form, for a key; the types of several keys
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,15 +21,6 @@ def path_form(form: str) -> Meta:
 
     `form`: "file", "file:name", or "model", which may be a name on the hub."""
     return Meta(extra={"path": form})
-
-
-def decides(name: str = "", *, times: int = 1, absent: Any = msgspec.NODEFAULT) -> Meta:
-    """Mark a key, or the result of a property, that decisions depend on: a field of `Settings`.
-
-    `name`: its name in the event log, by default the key's. `times`: its unit there, such as 1,000
-    for milliseconds of a key in seconds. `absent`: its value in logs without it, which keeps their
-    decisions; a key that is added later needs one, a small integer or an empty string."""
-    return Meta(extra={"decides": (name, times, absent)})
 
 
 Natural = Annotated[int, Meta(ge=0)]

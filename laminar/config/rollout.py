@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from laminar.config.deciding import Decides
 from laminar.config.declaring import (
     Count,
     Device,
@@ -17,7 +18,6 @@ from laminar.config.declaring import (
     NonNegative,
     Seconds,
     Section,
-    decides,
     doc,
 )
 
@@ -51,7 +51,7 @@ class ValKwargsConfig(Section, frozen=True, kw_only=True):
         Count,
         Meta(le=1_024),
         doc("responses to each prompt; several need a temperature"),
-        decides("eval_answers", absent=1),
+        Decides("eval_answers", absent=1),
     ] = 1
     temperature: Annotated[NonNegative, doc("0: greedy")] = 0.0
 
@@ -67,7 +67,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         doc("the same on the machine that has store and trainer; auto: as on the others"),
     ] = "auto"
     group_size: Annotated[
-        Count, Meta(le=GROUP_SIZE_MAX), doc("responses to one prompt"), decides()
+        Count, Meta(le=GROUP_SIZE_MAX), doc("responses to one prompt"), Decides()
     ] = 8
     max_num_seqs: Annotated[Count, doc("sequences of a replica; default of vLLM: 64 to 512")] = 64
     max_model_len: Annotated[
@@ -108,7 +108,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     start_timeout_s: Annotated[
         Seconds,
         doc("timeout for an engine to get ready; then its process is restarted"),
-        decides("engine_start_ms", times=1_000),
+        Decides("engine_start_ms", times=1_000),
     ] = 900.0
     decode_budget_ms: Annotated[
         Count | Literal["none"], doc("with repack: the longest decode step of a packed replica")
@@ -124,17 +124,17 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     vllm: VllmConfig = VllmConfig()
 
     @property
-    def in_flight(self) -> Annotated[bool, decides(absent=False)]:
+    def in_flight(self) -> Annotated[bool, Decides(absent=False)]:
         """Whether replicas load newer weights while they run, and running responses continue."""
         return self.weight_update == "in-flight"
 
     @property
-    def streams(self) -> Annotated[bool, decides("stream", absent=False)]:
+    def streams(self) -> Annotated[bool, Decides("stream", absent=False)]:
         """Whether a replica without weights loads those that are still arriving."""
         return self.load == "stream" or (self.load == "auto" and self.engine == "torch")
 
     @property
-    def stall_ms(self) -> Annotated[int, decides()]:
+    def stall_ms(self) -> Annotated[int, Decides()]:
         """Time without a sampled token after which an engine with work is considered hung.
 
         A long prefill of a large model on a CPU stays below it."""

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from laminar.config.algorithm import AlgorithmConfig
+from laminar.config.deciding import Decides
 from laminar.config.declaring import (
     Count,
     Device,
@@ -24,7 +25,6 @@ from laminar.config.declaring import (
     NonNegative,
     Seconds,
     Section,
-    decides,
     doc,
     path_form,
 )
@@ -98,23 +98,17 @@ class DataConfig(Section, frozen=True, kw_only=True):
         bool, doc("true: leave longer prompts out; false: the run does not start with one")
     ] = False
     train_batch_size: Annotated[
-        Count,
-        doc("prompts of one training step, each with group_size responses"),
-        decides("groups_per_step"),
+        Count, doc("prompts of a step, each with group_size responses"), Decides("groups_per_step")
     ] = 16
     drop_last: Annotated[
-        bool,
-        doc("false: prompts left over at the end of the data are a last, smaller batch"),
-        decides(),
+        bool, doc("false: prompts left over at the end are a last, smaller batch"), Decides()
     ] = False
-    shuffle: Annotated[bool, doc("true: a new order in every epoch"), decides()] = True
+    shuffle: Annotated[bool, doc("true: a new order in every epoch"), Decides()] = True
 
 
 class AsyncConfig(Section, frozen=True, kw_only=True):
     max_staleness: Annotated[
-        Natural,
-        doc("training steps by which a sample's weights may be behind; 0: on-policy"),
-        decides(),
+        Natural, doc("steps by which a sample's weights may be behind; 0: on-policy"), Decides()
     ] = 2
 
 
@@ -164,7 +158,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     scope: Annotated[
         Literal["auto", "trajectory", "group"],
         doc("what one call scores: one response, or all responses to a prompt"),
-        decides("reward_scope"),
+        Decides("reward_scope"),
     ] = "auto"
     workers: Annotated[Count, doc("worker processes of each replica")] = 1
     timeout_s: Annotated[Seconds, doc("the longest call of the reward function")] = 30.0
@@ -179,7 +173,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
             "the run ends when a larger share of the last 4 x train_batch_size x group_size calls "
             "failed; 1: never"
         ),
-        decides("max_error_permille", times=1_000),
+        Decides("max_error_permille", times=1_000),
     ] = 0.5
     trial: Annotated[bool, doc("true: try reward, and reset, on three rows first")] = True
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
@@ -208,7 +202,7 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     turn_timeout_s: Annotated[
         Seconds,
         doc("time limit of all calls of one turn"),
-        decides("turn_timeout_ms", times=1_000, absent=0),
+        Decides("turn_timeout_ms", times=1_000, absent=0),
     ] = 120.0
     trajectory_timeout_s: Annotated[Seconds, doc("time limit of all calls of a response")] = 300.0
     tools: Annotated[
@@ -222,32 +216,24 @@ class EnvConfig(Section, frozen=True, kw_only=True):
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
     total_training_steps: Annotated[
-        Natural, doc("0: total_epochs passes over the data"), decides("total_steps")
+        Natural, doc("0: total_epochs passes over the data"), Decides("total_steps")
     ] = 0
-    total_epochs: Annotated[Count, doc("used when total_training_steps is 0"), decides()] = 1
+    total_epochs: Annotated[Count, doc("used when total_training_steps is 0"), Decides()] = 1
     test_freq: Annotated[
-        Natural,
-        doc("steps from one evaluation to the next; 0: only the first and the last"),
-        decides(),
+        Natural, doc("steps from one evaluation to the next; 0: only first and last"), Decides()
     ] = 0
     critic_warmup: Annotated[
         Natural, doc("first steps that train the critic alone, and leave the policy as it is")
     ] = 0
-    save_freq: Annotated[
-        Natural, doc("steps from one checkpoint to the next; 0: none"), decides(absent=0)
-    ] = 20
+    save_freq: Annotated[Natural, doc("steps between checkpoints; 0: none"), Decides(absent=0)] = 20
     save_minutes: Annotated[
         NonNegative, doc("longest time from one checkpoint to the next; 0: save_freq alone counts")
     ] = 10.0
     max_ckpt_to_keep: Annotated[Natural, doc("newest checkpoints that are kept; 0: all")] = 2
     max_nonfinite_updates: Annotated[
-        Natural,
-        doc("updates with a non-finite gradient, in a row, that end the run; 0: never"),
-        decides(absent=0),
+        Natural, doc("non-finite updates in a row that end the run; 0: never"), Decides(absent=0)
     ] = 10
-    val_before_train: Annotated[
-        bool, doc("evaluate the model before the first step"), decides()
-    ] = True
+    val_before_train: Annotated[bool, doc("evaluate before the first step"), Decides()] = True
     micro_batch_tokens: Annotated[
         Count, doc("tokens of one forward and backward pass, padding included")
     ] = 16_384
@@ -265,7 +251,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
             "longest wait for a batch: then the trajectory it lacks is resumed elsewhere, or "
             "given up"
         ),
-        decides("batch_timeout_ms", times=1_000),
+        Decides("batch_timeout_ms", times=1_000),
     ] = 600.0
     logger: Annotated[
         list[Literal["tensorboard", "wandb", "prometheus"]],
@@ -346,7 +332,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         float,
         Meta(ge=1),
         doc("the run ends if a process does not join within this time"),
-        decides("start_timeout_ms", times=1_000),
+        Decides("start_timeout_ms", times=1_000),
     ] = 300.0
     log_keep_mb: Annotated[
         Natural, doc("0: the whole event log, as audit, report, retrain, fork and log why need it")
@@ -354,7 +340,7 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
     disk_full_timeout_s: Annotated[
         NonNegative,
         doc("the run waits so long for a disk that is full or fails, then it ends"),
-        decides("disk_full_timeout_ms", times=1_000, absent=0),
+        Decides("disk_full_timeout_ms", times=1_000, absent=0),
     ] = 300.0
 
 
@@ -367,22 +353,22 @@ class RepackConfig(Section, frozen=True, kw_only=True):
             "gain: where it saves time; best-fit: wherever it fits; auto: gain with two replicas "
             "or more, unless in flight"
         ),
-        decides("repack_policy", absent=""),
+        Decides("repack_policy", absent=""),
     ] = "auto"
     interval_ms: Annotated[
         Count,
         doc("interval between plans; a plan is also made for each new version"),
-        decides("repack_interval_ms", absent=0),
+        Decides("repack_interval_ms", absent=0),
     ] = 5_000
     release_timeout_ms: Annotated[
         Count,
         doc("a replica hands its trajectories over in this time, or they move from saved tokens"),
-        decides("repack_release_timeout_ms", absent=0),
+        Decides("repack_release_timeout_ms", absent=0),
     ] = 2_000
     prefill_tokens_per_step: Annotated[
         Count,
         doc("tokens prefilled in the time of one decode step"),
-        decides("repack_prefill_tokens", absent=0),
+        Decides("repack_prefill_tokens", absent=0),
     ] = 512
 
     @property
@@ -392,7 +378,7 @@ class RepackConfig(Section, frozen=True, kw_only=True):
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):
     resume_timeout_ms: Annotated[
-        Natural, doc("a lost trajectory waits so long for its version, then starts over"), decides()
+        Natural, doc("a lost trajectory waits so long for its version, then starts over"), Decides()
     ] = 10_000
     max_restarts: Annotated[Natural, doc("restarts of one process within restart_window_s")] = 3
     restart_window_s: Annotated[
@@ -461,9 +447,7 @@ class EmulationConfig(Section, frozen=True, kw_only=True):
 class Config(Section, frozen=True, kw_only=True):
     """The whole tree. `async` is a Python keyword: key `async`, attribute `async_`."""
 
-    seed: Annotated[
-        Natural, doc("the seed of every random choice: prompts, sampling, batches"), decides()
-    ] = 0
+    seed: Annotated[Natural, doc("seed of every choice: prompts, sampling, batches"), Decides()] = 0
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -511,7 +495,7 @@ class Config(Section, frozen=True, kw_only=True):
         )
 
     @property
-    def max_sessions(self) -> Annotated[int, decides(absent=0)]:
+    def max_sessions(self) -> Annotated[int, Decides(absent=0)]:
         """The sessions of one replica: those that generate, and as many between two turns."""
         if not self.env.path:
             return 0
@@ -519,7 +503,7 @@ class Config(Section, frozen=True, kw_only=True):
         return self.env.max_sessions or 2 * (rollout.max_num_seqs + rollout.group_size)
 
     @property
-    def groups_per_version(self) -> Annotated[int, decides()]:
+    def groups_per_version(self) -> Annotated[int, Decides()]:
         """New groups that one replica takes before it prefers newer weights; 0: no limit."""
         if self.rollout.in_flight:
             return 0
@@ -528,7 +512,7 @@ class Config(Section, frozen=True, kw_only=True):
         )
 
     @property
-    def min_scored(self) -> Annotated[int, decides()]:
+    def min_scored(self) -> Annotated[int, Decides()]:
         """The rewarded siblings below which a group is dropped."""
         return self.algorithm.min_scored or max(
             self.least_siblings, -(-self.rollout.group_size // 2)

@@ -98,7 +98,7 @@ def carried_out_by(*roles: Role) -> Callable[[type[ACommand]], type[ACommand]]:
 if TYPE_CHECKING:
     _Declared = msgspec.Struct  # the fields of Settings have their types by tools/check/settings.py
 else:
-    _Declared = msgspec.defstruct("_Declared", list_fields(), frozen=True, kw_only=True)
+    _Declared = msgspec.defstruct("_Declared", list_fields(Config()), frozen=True, kw_only=True)
 
 
 class Settings(
@@ -107,7 +107,7 @@ class Settings(
     """The part of the configuration that decisions depend on, logged with `coordinator-started`.
 
     The settings are fixed for a run. Its fields are the keys that the config tree marks with
-    `decides`, and a field that is added later has a default that keeps the old decisions, so an
+    `Decides`, and a field that is added later has a default that keeps the old decisions, so an
     older log is replayed by the rules that it was written with.
     """
 
