@@ -39,8 +39,8 @@ class Decides(NamedTuple):
 def _list_marks(section: type[Section]) -> dict[str, Decides]:
     """Return the marks of a section by attribute."""
     hints = get_type_hints(section, include_extras=True)
-    for name, member in vars(section).items():
-        if isinstance(member, property):
+    for name in dir(section):
+        if isinstance(member := getattr(section, name), property):
             hints[name] = get_type_hints(member.fget, include_extras=True)["return"]
     return {
         name: mark._replace(name=mark.name or name)
