@@ -116,11 +116,10 @@ class _Draw:
 
     def take(self, concern: str, *keys: str) -> Any:
         """Draw keys in this order, and return the last value; a single value consumes no draw."""
+        chance = self.stream(concern)
         for key in keys:
             value = self.choices[key]
-            self.values[key] = (
-                self.stream(concern).choice(value) if isinstance(value, list) else value
-            )
+            self.values[key] = chance.choice(value) if isinstance(value, list) else value
         return self.values[keys[-1]]
 
 
@@ -161,7 +160,10 @@ def draw(choices: Choices, seed: int) -> Scenario:
     if packs and (replaced := drawn.choices[WITH_REPACK]):
         drawn.choices |= replaced
         drawn.take("repack", *replaced)
-    config = msgspec.convert(nest_keys(drawn.values), SimConfig)
+    return _make_scenario(msgspec.convert(nest_keys(drawn.values), SimConfig), origin)
+
+
+def _make_scenario(config: SimConfig, origin: ForkOrigin | None) -> Scenario:
     emulated, world = config.emulation, config.world
     settings = msgspec.structs.replace(
         Settings.from_config(config, NEW_RUN),
@@ -170,7 +172,7 @@ def draw(choices: Choices, seed: int) -> Scenario:
         turn_timeout_ms=0,
     )
     return Scenario(
-        seed=seed,
+        seed=config.seed,
         config=config,
         settings=settings,
         engine=EngineTiming(
