@@ -9,16 +9,11 @@ import pytest
 from tools.simulator.main import main
 
 SMALL = """
-[rollout]
-replicas = 2
-[trainer]
-total_training_steps = 2
-[data]
-val_size = 0
-[algorithm]
-batch_strategy = "deadline"
-[world]
-nodes = 1
+rollout.replicas = 2
+trainer.total_training_steps = 2
+data.val_size = 0
+algorithm.batch_strategy = "deadline"
+world.nodes = 1
 [world.faults]
 calm_share = 1.0
 """
