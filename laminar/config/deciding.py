@@ -6,6 +6,7 @@ Gives   Decides, the mark; list_fields and list_values, for `Settings` in events
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple, get_type_hints
@@ -27,34 +28,35 @@ _FIRST = (
 
 
 class Decides(NamedTuple):
-    """Mark of a key, or of the result of a property, that decisions depend on."""
+    """Mark of a key, or of the result of a property, that decisions depend on.
 
-    name: str = ""  #: in the event log; empty: the key's
-    times: int = 1  #: a key in seconds is logged in milliseconds: 1,000 times its value
+    The core has no floats: seconds become milliseconds, a share becomes thousandths."""
+
+    name: str = ""  #: in the event log; empty: the key's, with _ms for _s
     #: value in logs without it, which keeps their decisions: for a key that is added later
     absent: Any = msgspec.NODEFAULT
 
 
 @cache
-def _list_marks(section: type[Section]) -> dict[str, Decides]:
-    """Return the marks of a section by attribute."""
-    hints = get_type_hints(section, include_extras=True)
+def _list_marks(section: type[Section]) -> list[tuple[str, Decides, int]]:
+    """Return the marked attributes of a section, with their full marks and units."""
+    hints, found = get_type_hints(section, include_extras=True), []
     for name in dir(section):
         if isinstance(member := getattr(section, name), property):
             hints[name] = get_type_hints(member.fget, include_extras=True)["return"]
-    return {
-        name: mark._replace(name=mark.name or name)
-        for name, hint in hints.items()
-        for mark in getattr(hint, "__metadata__", ())
-        if isinstance(mark, Decides)
-    }
+    for name, hint in hints.items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Decides):
+                mark = mark._replace(name=mark.name or re.sub("_s$", "_ms", name))
+                found.append((name, mark, 1_000 if hint.__origin__ is float else 1))
+    return found
 
 
 def _walk(section: Section) -> Iterator[tuple[Section, Decides, Any]]:
     """Yield each marked value with its section and its mark."""
-    for name, mark in _list_marks(type(section)).items():
+    for name, mark, unit in _list_marks(type(section)):
         value = getattr(section, name)
-        yield section, mark, round(value * mark.times) if mark.times > 1 else value
+        yield section, mark, round(value * unit) if unit > 1 else value
     for name in section.__struct_fields__:
         if isinstance(part := getattr(section, name), Section):
             yield from _walk(part)

@@ -106,9 +106,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     dtype: Annotated[Dtype, doc("the replicas' type; auto: weights.dtype")] = "auto"
     threads: Annotated[Count, doc("torch threads of one replica on a CPU")] = 1
     start_timeout_s: Annotated[
-        Seconds,
-        doc("timeout for an engine to get ready; then its process is restarted"),
-        Decides("engine_start_ms", times=1_000),
+        Seconds, doc("an engine's start; then its process is restarted"), Decides("engine_start_ms")
     ] = 900.0
     decode_budget_ms: Annotated[
         Count | Literal["none"], doc("with repack: the longest decode step of a packed replica")

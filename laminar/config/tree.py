@@ -173,7 +173,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
             "the run ends when a larger share of the last 4 x train_batch_size x group_size calls "
             "failed; 1: never"
         ),
-        Decides("max_error_permille", times=1_000),
+        Decides("max_error_permille"),
     ] = 0.5
     trial: Annotated[bool, doc("true: try reward, and reset, on three rows first")] = True
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
@@ -200,9 +200,7 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     memory_mb: Annotated[Natural, doc("memory of each process of a session; 0: no limit")] = 4_096
     unsafe_local_code: Annotated[bool, doc("let code of the model run without a sandbox")] = False
     turn_timeout_s: Annotated[
-        Seconds,
-        doc("time limit of all calls of one turn"),
-        Decides("turn_timeout_ms", times=1_000, absent=0),
+        Seconds, doc("time limit of all calls of one turn"), Decides(absent=0)
     ] = 120.0
     trajectory_timeout_s: Annotated[Seconds, doc("time limit of all calls of a response")] = 300.0
     tools: Annotated[
@@ -251,7 +249,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
             "longest wait for a batch: then the trajectory it lacks is resumed elsewhere, or "
             "given up"
         ),
-        Decides("batch_timeout_ms", times=1_000),
+        Decides(),
     ] = 600.0
     logger: Annotated[
         list[Literal["tensorboard", "wandb", "prometheus"]],
@@ -329,18 +327,13 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         int, doc("a process without a coordinator ends after this")
     ] = 600_000
     start_timeout_s: Annotated[
-        float,
-        Meta(ge=1),
-        doc("the run ends if a process does not join within this time"),
-        Decides("start_timeout_ms", times=1_000),
+        float, Meta(ge=1), doc("the run ends if a process does not join in this time"), Decides()
     ] = 300.0
     log_keep_mb: Annotated[
         Natural, doc("0: the whole event log, as audit, report, retrain, fork and log why need it")
     ] = 0
     disk_full_timeout_s: Annotated[
-        NonNegative,
-        doc("the run waits so long for a disk that is full or fails, then it ends"),
-        Decides("disk_full_timeout_ms", times=1_000, absent=0),
+        NonNegative, doc("wait for a full or failing disk; then the run ends"), Decides(absent=0)
     ] = 300.0
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from laminar.config import Config, ConfigError, dump_config, load_config
 from laminar.config.algorithm_rules import list_user_functions
+from laminar.config.reading import flatten_tables
 from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.system import RealDisk
 from laminar.coordinator.takeover import check_resumable
@@ -226,14 +227,7 @@ def check_unchanged(own: Config, now: Config) -> None:
 
 def values_of(config: Config) -> dict[str, Any]:
     """Return every setting by its dotted key."""
-    return _flatten_tree(msgspec.to_builtins(config))
-
-
-def _flatten_tree(tree: Any, key: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {key: tree}
-    parts = [_flatten_tree(value, f"{key}.{name}" if key else name) for name, value in tree.items()]
-    return {name: value for part in parts for name, value in part.items()}
+    return flatten_tables(msgspec.to_builtins(config), "")
 
 
 def claim_run_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:
