@@ -106,13 +106,22 @@ def _resolve_policy(config: Config) -> Config:
     if config.repack.policy != "auto":
         return config
     packs = config.total_replicas > 1 and not config.rollout.in_flight
-    repack = msgspec.structs.replace(config.repack, policy="gain" if packs else "off")
-    return msgspec.structs.replace(config, repack=repack)
+    return replace_keys(config, {"repack.policy": "gain" if packs else "off"})
 
 
 def dump_config(config: Config) -> str:
     """Return the resolved tree as TOML; loading it gives the same Config."""
     return tomli_w.dumps(msgspec.to_builtins(config))
+
+
+def flatten_config(config: Config) -> dict[str, Any]:
+    """Return every setting by its dotted key."""
+    return flatten_tables(msgspec.to_builtins(config), "")
+
+
+def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the config with other values, by dotted key, unchecked by rules over several keys."""
+    return msgspec.convert(nest_keys(flatten_config(config) | dict(changes)), Config)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
