@@ -96,7 +96,9 @@ def carried_out_by(*roles: Role) -> Callable[[type[ACommand]], type[ACommand]]:
 
 
 if TYPE_CHECKING:
-    _Declared = msgspec.Struct  # the fields of Settings have their types by tools/check/settings.py
+
+    class _Declared(msgspec.Struct, frozen=True):
+        def __getattr__(self, name: str) -> Any: ...  # types: tools/check/settings_types.py
 else:
     _Declared = msgspec.defstruct("_Declared", list_fields(Config()), frozen=True, kw_only=True)
 
@@ -106,16 +108,12 @@ class Settings(
 ):
     """The part of the configuration that decisions depend on, logged with `coordinator-started`.
 
-    The settings are fixed for a run. Its fields are the keys that the config tree marks with
-    `Decides`, and a field that is added later has a default that keeps the old decisions, so an
-    older log is replayed by the rules that it was written with.
+    The settings are fixed for a run. Their fields are the keys that the config tree marks with
+    `Decides`. A field that is added later has a default that keeps the old decisions, so an older
+    log is replayed by the rules that it was written with.
     """
 
     rules: tuple[str, ...] = ()  #: changed decision rules of this run, by name (core/rules.py)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
     def from_config(cls, config: Config, rules: tuple[str, ...]) -> Settings:

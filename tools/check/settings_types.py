@@ -14,7 +14,7 @@ from mypy.types import Type
 
 from laminar.events.base import Settings
 
-CLASS = f"{Settings.__module__}.{Settings.__qualname__}"
+CLASS = f"{Settings.__module__}._Declared"
 TYPES = {name: kind for name, kind in get_type_hints(Settings).items() if isinstance(kind, type)}
 
 
