@@ -23,11 +23,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import uvloop
 
 from laminar.cli.arguments import CommandParser
-from laminar.config import Config, ConfigError
+from laminar.config import Config, ConfigError, replace_keys
 from laminar.coordinator.exit_reason import find_failure
 from laminar.coordinator.loop import Coordinator
 from laminar.coordinator.takeover import ResumeRequest, check_unserved
@@ -113,8 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _resolve_host(config: Config) -> Config:
     """Resolve coordinator.host to this machine's address, for all servers that use it."""
     ip = own_ip(config.coordinator.host, "coordinator.host")
-    coordinator = msgspec.structs.replace(config.coordinator, host=ip)
-    return msgspec.structs.replace(config, coordinator=coordinator)
+    return replace_keys(config, {"coordinator.host": ip})
 
 
 def _load_keys(run_dir: Path, *, resume: bool) -> RunKeys:

@@ -16,11 +16,10 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from laminar.config import Config, ConfigError, dump_config, load_config
+from laminar.config import Config, ConfigError, dump_config, flatten_config, load_config
 from laminar.config.algorithm_rules import list_user_functions
 from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.system import RealDisk
@@ -85,7 +84,7 @@ def resumed_config(run_dir: Path, files: Sequence[str | Path], overrides: Sequen
     check_resumable(run_dir, state)
     place = _place_of(run_dir, own)
     if files:  # compared once "auto" settings are resolved
-        chosen = {key: values_of(own)[key] for key in CHOSEN}
+        chosen = {key: flatten_config(own)[key] for key in CHOSEN}
         config = load_config(files, [*overrides, *place], defaults=chosen)
     else:
         config = load_config([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
@@ -210,7 +209,7 @@ def state_of(run_dir: Path) -> State:
 
 def check_unchanged(own: Config, now: Config) -> None:
     """Raise ConfigError for the first setting that differs and may not change."""
-    before, after = values_of(own), values_of(now)
+    before, after = flatten_config(own), flatten_config(now)
     for key in sorted(before.keys() | after.keys()):
         may = key in (*CHANGEABLE, *_PLACE) or key.startswith("slurm.")
         if before.get(key) != after.get(key) and not may:
@@ -222,18 +221,6 @@ def check_unchanged(own: Config, now: Config) -> None:
         raise ConfigError(
             "trainer.save_freq = 0 cannot be set when a run is resumed: give a number above 0"
         )
-
-
-def values_of(config: Config) -> dict[str, Any]:
-    """Return every setting by its dotted key."""
-    return _flatten_tree(msgspec.to_builtins(config))
-
-
-def _flatten_tree(tree: Any, key: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {key: tree}
-    parts = [_flatten_tree(value, f"{key}.{name}" if key else name) for name, value in tree.items()]
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def claim_run_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:

@@ -43,7 +43,7 @@ from tools.simulator.runtime.coordinator import SimCoordinator
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.world import World
 
-SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
+SMALL = {"replicas": 4, "num_train": 40, "total_training_steps": 3, "val_size": 5}
 
 
 @pytest.fixture(scope="module")
@@ -408,7 +408,7 @@ def test_endless_run() -> None:
 
 
 def test_a_slow_run_with_many_gauges_is_not_endless() -> None:
-    outcome = run_seed(calm(events_max=400, **SMALL | {"progress_ms": 200}), 3)
+    outcome = run_seed(calm(events_max=400, **SMALL | {"progress_interval_ms": 200}), 3)
     assert not outcome.invariant and outcome.events > 400
 
 

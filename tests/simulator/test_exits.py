@@ -13,7 +13,7 @@ from laminar.names import exit_codes
 from tools.kit.sim_worlds import config
 from tools.simulator.run import make_world, run_seed
 
-SMALL = {"replicas": 4, "total_steps": 4, "num_train": 60, "seconds": 30.0}
+SMALL = {"replicas": 4, "total_training_steps": 4, "num_train": 60, "seconds": 30.0}
 
 
 def test_full_disk_that_has_room_again_is_survived() -> None:

@@ -25,7 +25,7 @@ from tools.simulator.run import run_seed
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import SECOND
 
-SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
+SMALL = {"replicas": 4, "num_train": 40, "total_training_steps": 3, "val_size": 5}
 
 
 def test_work_starts_over_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ import pytest
 from laminar.core.state.members import ActorState, Replica
 from laminar.core.state.state import State, decode, encode, hash_state
 from laminar.core.state.work import Group, Trajectory
-from laminar.events.base import Settings
 from tools.kit.world_parts import settings
 
 WRITTEN_ONCE = (None, False, True, "", ())
@@ -108,14 +107,9 @@ def test_a_field_that_is_added_later_changes_no_encoding() -> None:
         mood: int = -1
         moods: dict[str, int] = msgspec.field(default_factory=dict)
 
-    class LaterSettings(Settings, frozen=True, kw_only=True):
-        careful: bool = False
-
     actor = {"name": "n", "role": "r", "node": "n", "pid": 1, "boot_id": "b", "incarnation": 1}
-    plain = msgspec.structs.asdict(settings())
     assert msgspec.msgpack.encode(LaterActor(**actor)) == msgspec.msgpack.encode(
         ActorState(**actor)
     )
-    assert msgspec.msgpack.encode(LaterSettings(**plain)) == msgspec.msgpack.encode(settings())
     used = LaterActor(**actor, mood=3)
     assert msgspec.msgpack.encode(used) != msgspec.msgpack.encode(ActorState(**actor))

@@ -121,7 +121,7 @@ class Leases:
         Once they are heard again, all have another lease.
         """
         scenario = self._world.scenario
-        if silent_ms >= scenario.node_lease_ms:  # at least, since milliseconds are whole
+        if silent_ms >= self._world.config.coordinator.node_lease_ms:  # milliseconds are whole
             return
         ago_ns = self._world.scheduler.now - self._most_until_ns
         # measured from the start of its present lease, since leases may have restarted already

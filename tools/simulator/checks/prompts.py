@@ -108,7 +108,7 @@ class Prompts:
         if index < len(self._again):
             return self._again[index]
         number = self._begin + index - len(self._again)
-        return ids.train_group(*divmod(number, self._scenario.num_train))
+        return ids.train_group(*divmod(number, self._scenario.world.num_train))
 
     def _end(self, seq: int, ending: cmd.TrajectoryEnding) -> None:
         """Check prompt_ends_once: every sibling is trained, or dropped with a reason."""
@@ -125,7 +125,7 @@ class Prompts:
 
     def every_prompt_ends(self, state: State) -> None:
         """Check that every sibling handed out has an end, and a complete run hands out all data."""
-        settings, num_train = self._scenario.settings, self._scenario.num_train
+        settings, num_train = self._scenario.settings, self._scenario.world.num_train
         for group in self._given:
             for sibling in range(settings.group_size):
                 trajectory = ids.make_trajectory_id(GroupId(group), sibling)

@@ -109,7 +109,8 @@ class Checks:
         self._note(stamped, commands)
         self.durability.logged(len(commands), bool(commands or stamped.peer_seq))
         self.no_command_to_fenced(stamped, commands, state)
-        reported_is_stored(stamped.event, self.world.rows, bool(self.world.scenario.call_semantics))
+        has_turns = self.world.scenario.settings.has_environment
+        reported_is_stored(stamped.event, self.world.rows, has_turns)
         self.released.observe(stamped.event, commands, self.world.rows)
         self.moves.observe(stamped, commands, state)
         self.joins_once(stamped, commands)
@@ -155,7 +156,7 @@ class Checks:
         if self._until_full > 0:
             return
         size = len(state.work.trajectories) + len(state.members.replicas)
-        self._until_full = self.world.scenario.checks.invariants_every or 1 + size // SMALL
+        self._until_full = self.world.scenario.world.checks.invariants_every or 1 + size // SMALL
         state_is_sound(state, stamped.seq)
 
     def _note_progress(self, state: State) -> None:

@@ -52,7 +52,7 @@ class HandoverFault(TargetedFault):
 
     def soon(self) -> float:
         """Return random seconds, at most until the store has what is migrated."""
-        return self.chance.uniform(0, WAY_TO_THE_STORE) * self.world.scenario.delay_ms / 1000
+        return self.chance.uniform(0, WAY_TO_THE_STORE) * self.world.scenario.world.delay_ms / 1000
 
 
 class LostInHandover(HandoverFault):

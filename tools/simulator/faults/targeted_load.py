@@ -55,8 +55,8 @@ class LoadFault(TargetedFault):
 
     def soon(self) -> float:
         """Return random seconds, at most until the weights are verified."""
-        scenario = self.world.scenario
-        return self.chance.uniform(0, LOAD) * (scenario.load_s + 4 * scenario.delay_ms / 1000)
+        world = self.world.scenario.world
+        return self.chance.uniform(0, LOAD) * (world.load_s + 4 * world.delay_ms / 1000)
 
 
 class LostInLoad(LoadFault):

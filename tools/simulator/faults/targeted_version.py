@@ -230,8 +230,8 @@ class CheckpointOutdated(OldVersion):
             min(state.versions.checkpoint_paths, default=-1),
             max(state.versions.checkpoint_paths, default=-1),
         )
-        full = len(state.versions.checkpoint_paths) == scenario.max_ckpt_to_keep
-        freq = scenario.save_freq  # a fork without has the checkpoint that it began with
+        full = len(state.versions.checkpoint_paths) == scenario.config.trainer.max_ckpt_to_keep
+        freq = scenario.settings.save_freq  # a fork without has the checkpoint that it began with
         written = state.versions.newest > newest and freq and state.versions.newest_step % freq == 0
         return bool(full and written and oldest == self.victim[1])
 

@@ -28,7 +28,7 @@ class Exits:
 
     def reset(self) -> None:
         """Start over with a new supervisor."""
-        self._restarts = Restarts(0.0, self._world.scenario.disk_full_timeout_s)
+        self._restarts = Restarts(0.0, self._world.config.coordinator.disk_full_timeout_s)
         self._unwritable_ns = -1  #: start of the time in which no coordinator could write; -1: none
         self._served_ns = -1
 
@@ -57,7 +57,7 @@ class Exits:
 
     def _disk_was_full(self, over: GiveUp) -> None:
         """Check given_up_for_a_reason: a supervisor gives up only for a disk that stays full."""
-        since_ns, wait_s = self._unwritable_ns, self._world.scenario.disk_full_timeout_s
+        since_ns, wait_s = self._unwritable_ns, self._world.config.coordinator.disk_full_timeout_s
         long = since_ns >= 0 and self._world.scheduler.now - since_ns >= wait_s * SECOND
         failed = over.failure is not None and over.failure.kind == FailureKind.DISK_FAILED
         if not (long and failed and self._world.faults.full_for_good):
