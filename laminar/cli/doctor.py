@@ -37,7 +37,6 @@ from laminar.cluster.doctor_two_nodes import (
 )
 from laminar.cluster.job_scripts import scripts_of
 from laminar.config import Config, ConfigError, load_config, replace_keys
-from laminar.config.tree import RunConfig, SlurmConfig
 from laminar.engines.check import count_gpus
 from laminar.engines.environment import check_driver, list_gpus
 from laminar.launch.memory_check import check_memory, this_machine
@@ -134,15 +133,12 @@ def _check_as_task(directory: Path, rank: int) -> list[Found]:
 def _list_checks(arguments: argparse.Namespace) -> Iterator[tuple[str, Check]]:
     yield "program", _check_program
     if not (arguments.config or arguments.overrides):
-        yield (
-            "directory",
-            partial(_check_directory, Path(RunConfig().output_dir) / RunConfig().name),
-        )
+        yield "directory", partial(_check_directory, Config().run_dir)
         yield from _list_local_checks()
         return
     try:
         config = load_config(arguments.config, arguments.overrides)
-        slurm = config.slurm != SlurmConfig()
+        slurm = config.slurm != Config().slurm
         if slurm:
             config = load_slurm_config(arguments.config, arguments.overrides)
     except ConfigError as error:

@@ -133,7 +133,5 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
     @property
     def stall_ms(self) -> Annotated[int, Decides()]:
-        """Time without a sampled token after which an engine with work is considered hung.
-
-        A long prefill of a large model on a CPU stays below it."""
+        """Time without a sampled token, longer than any prefill, after which an engine hangs."""
         return 120_000

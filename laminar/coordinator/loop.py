@@ -151,6 +151,7 @@ class Coordinator:
         `replay_from` and all after it. `asking`: whether the user asks to resume a stopped run."""
         self._asking = asking
         self.config, self.run_dir = config, run_dir
+        self._settings = Settings.from_config(config, NEW_RUN)
         self.log = get_logger()
         self.socket = bind_socket(config, run_dir, keys, self._log_rejected_peer)
         self._own: list[Event] = []
@@ -182,17 +183,12 @@ class Coordinator:
         if not machine.started:
             return None
         check_log(self.run_dir, machine.state)
-        settings = Settings.from_config(self.config, NEW_RUN)
         asked = self._asking.applies_to(self.run_dir, machine.state)
-        return takeover.decide_resume(self.run_dir, machine.state, settings, asked=asked)
+        return takeover.decide_resume(self.run_dir, machine.state, self._settings, asked=asked)
 
     def _open_tick(self, disk: RealDisk, restored: RestoredRun) -> None:
         self._incarnation = restored.incarnation
-        text, settings, machine = (
-            dump_config(self.config),
-            Settings.from_config(self.config, NEW_RUN),
-            restored.replay.machine,
-        )
+        text, machine = dump_config(self.config), restored.replay.machine
         writer = take_over_log(
             disk,
             restored,
@@ -214,9 +210,9 @@ class Coordinator:
             peers_max=clients_allowed(),
             background=self._background,
         )
-        self._log_start(restored, text, settings)
+        self._log_start(restored, text)
 
-    def _log_start(self, restored: RestoredRun, text: str, settings: Settings) -> None:
+    def _log_start(self, restored: RestoredRun, text: str) -> None:
         machine = restored.replay.machine
         self.log.info(
             "started",
@@ -224,13 +220,13 @@ class Coordinator:
             snapshot=restored.snapshot.name if restored.snapshot else None,
             replayed_events=restored.replay.events,
             decisions_logged_late=len(restored.replay.unlogged),
-            rules=rules_of(machine.state.settings if machine.started else settings),
+            rules=rules_of(machine.state.settings if machine.started else self._settings),
         )
         self._own.append(
             ev.CoordinatorStarted(
                 incarnation=self._incarnation,
                 logic=LOGIC_VERSION,
-                settings=settings,
+                settings=self._settings,
                 clock_ns=time.time_ns(),
                 config=text,
                 origin=None if machine.started else read_origin(self.run_dir),

@@ -10,8 +10,6 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
-
 from laminar.config import ConfigError
 from laminar.core.members import resumption
 from laminar.core.state.state import State
@@ -112,12 +110,10 @@ def _suggest_instead(run_dir: Path, state: State) -> str:
 
 def _check_settings(run_dir: Path, state: State, settings: Settings) -> None:
     """Raise ConfigError for the first setting of the configuration that differs from the log's."""
-    for field in msgspec.structs.fields(Settings):
-        if field.name in (*NOT_COMPARED, *resumption.CHANGEABLE):
-            continue
-        then, now = (getattr(each, field.name) for each in (state.settings, settings))
-        if then != now:
+    for name in Settings.__struct_fields__:
+        then, now = (getattr(each, name) for each in (state.settings, settings))
+        if then != now and name not in (*NOT_COMPARED, *resumption.CHANGEABLE):
             raise ConfigError(
-                f"{run_dir}/config.toml says {field.name} = {now!r}, but the run began with "
+                f"{run_dir}/config.toml says {name} = {now!r}, but the run began with "
                 f"{then!r}: restore that value"
             )

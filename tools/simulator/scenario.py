@@ -168,7 +168,7 @@ def _make_scenario(config: SimConfig, origin: ForkOrigin | None) -> Scenario:
     settings = msgspec.structs.replace(
         Settings.from_config(config, NEW_RUN),
         stall_ms=world.stall_ms,
-        disk_full_timeout_ms=0,  # deadlines of the simulated store and tools include these times
+        disk_full_timeout_ms=0,  # no deadline needs more time for the simulated disks and tools
         turn_timeout_ms=0,
     )
     return Scenario(
