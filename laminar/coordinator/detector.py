@@ -30,14 +30,13 @@ from collections.abc import Mapping
 
 from laminar.core.state.state import ActorState
 from laminar.events.events import HeartbeatLost, NodeRecovered, NodeSilent
-from laminar.names.roles import Role
+from laminar.names.roles import ROLE_TABLE, Role
 
 ROUND_FRAMES = 4_096
 """The minimum frames of a round: processes that join during it are read in it, too."""
 MACHINES_MIN = 3
 """The machines below which the coordinator is never considered cut off: of two, either could be."""
 CHECKS_PER_LEASE = 6  #: the checks in a short lease, while most machines are silent
-LONG_LEASE_ROLES = (Role.NODE, Role.STORE, Role.TRAINER)
 
 DetectorEvent = HeartbeatLost | NodeSilent | NodeRecovered
 
@@ -46,7 +45,7 @@ class FailureDetector:
     """Two leases for all actors, in the caller's clock."""
 
     def __init__(self, lease_ns: int, node_lease_ns: int, now_ns: int) -> None:
-        """Start all leases now; `node_lease_ns` is the long one, of LONG_LEASE_ROLES."""
+        """Start all leases now; `node_lease_ns` is the long one."""
         self.lease_ns, self.node_lease_ns = lease_ns, node_lease_ns
         self._grace_from_ns = now_ns
         self._last_turn_ns = now_ns
@@ -59,7 +58,7 @@ class FailureDetector:
         self._back_at_ns: dict[str, int] = {}
 
     def get_lease_ns(self, role: str) -> int:
-        return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
+        return self.node_lease_ns if ROLE_TABLE[role].long_lease else self.lease_ns
 
     def begin_turn(self, now_ns: int, frames: int, socket_empty: bool, peers: int) -> int | None:
         """Begin a turn that has read `frames`; return the time up to which to judge silence.

@@ -192,7 +192,7 @@ def _check_weights_arrive(state: State) -> None:
     trainer = source_of(state)
     if master is None and trainer is not None and state.newest_version >= 0:
         what = "the trainer's machine has no relay, and none is awaited"
-        _require(_is_relay_awaited(state), what)
+        _require(_is_role_awaited(state, Role.RELAY), what)
 
 
 def trainer_comes_back(state: State) -> None:
@@ -307,8 +307,8 @@ def _running_ends(state: State) -> None:
 
 def _exporting_ends(state: State) -> None:
     """Check that the trainer exports, or that something that it needs for that is on its way."""
-    way_on = _is_trainer_busy(state) or keys.WEIGHTS in state.timers or _is_relay_awaited(state)
-    _require(way_on, "no process exports the model, and none is awaited")
+    way_on = keys.WEIGHTS in state.timers or _is_role_awaited(state, Role.RELAY)
+    _require(way_on or _is_trainer_busy(state), "no process exports the model, and none is awaited")
 
 
 def _check_evaluation_ends(state: State) -> None:
@@ -366,7 +366,7 @@ def _is_replica_busy(state: State) -> bool:
 
 
 def _are_weights_awaited(state: State) -> bool:
-    if keys.WEIGHTS in state.timers or _is_relay_awaited(state):
+    if keys.WEIGHTS in state.timers or _is_role_awaited(state, Role.RELAY):
         return True
     return any(keys.receive_timer(name) in state.timers for name in state.relays)
 
@@ -381,10 +381,6 @@ def _is_replica_awaited(state: State) -> bool:
         for a in state.actors.values()
     )
     return starts or keys.START in state.timers or _is_role_awaited(state, Role.ROLLOUT)
-
-
-def _is_relay_awaited(state: State) -> bool:
-    return _is_role_awaited(state, Role.RELAY)
 
 
 def _is_role_awaited(state: State, role: Role) -> bool:

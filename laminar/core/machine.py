@@ -59,7 +59,7 @@ from laminar.core.versions import (
     publishing,  # noqa: F401
 )
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Roles, Stamped
+from laminar.events.base import COORDINATOR, Command, Stamped
 from laminar.names.roles import Role
 
 
@@ -130,7 +130,7 @@ def _is_from_known_sender(ctx: Context) -> bool:
     return True
 
 
-def _from_right_sender(ctx: Context, senders: Roles) -> bool:
+def _from_right_sender(ctx: Context, senders: tuple[Role, ...]) -> bool:
     """Return whether the event is from a role that can know it; a joining process has none yet."""
     actor = ctx.state.actors.get(ctx.stamped.peer)
     role = actor.role if actor is not None else Role.COORDINATOR

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from laminar.core.context import Context
 from laminar.core.state.state import State
-from laminar.events.base import REPORTED_BY, AnEvent, Event, Roles
+from laminar.events.base import AnEvent, Event
+from laminar.events.events import REPORTED_BY
+from laminar.names.roles import Role
 
 
 class Handling(NamedTuple):
@@ -19,7 +21,7 @@ class Handling(NamedTuple):
 
     handler: Callable[[Context, Any], None]
     valid: Callable[[State, Any], bool]  #: whether a correct process could report it in this run
-    senders: Roles
+    senders: tuple[Role, ...]
     planned: bool  #: false: no decision depends on it, and other events leave none open
 
 

@@ -19,7 +19,7 @@ from laminar.core.state.state import ActorState, State
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events.base import Command
-from laminar.names.roles import Role
+from laminar.names.roles import ROLE_TABLE, Role
 
 END_TIMEOUT_MS = 120_000
 """The timeout of one transaction of the store; a later answer means a hang, or a slow disk."""
@@ -29,7 +29,7 @@ def may_join(state: State, role: str) -> bool:
     """Return whether the role may join while the run ends: the store, which writes the ends.
 
     Its node may join, too, to start it if all processes had ended."""
-    return role in (Role.STORE, Role.NODE) and state.phase == Phase.ENDING
+    return ROLE_TABLE[role].joins_ending and state.phase == Phase.ENDING
 
 
 def is_store_awaited(state: State) -> bool:
@@ -47,24 +47,20 @@ def can_survive_restart(state: State, command: Command) -> bool:
 
 
 def handle_store_lost(ctx: Context, name: str) -> None:
-    """Suspend the deadlines of a lost store's orders, and give it the time of a start to return."""
+    """Suspend the deadlines of a lost store's orders."""
     for key in _list_store_orders(ctx.state, name):
         ctx.clear_timer(keys.deadline_timer(key))
-    if ctx.state.phase not in (Phase.STOPPING, Phase.ENDED):
-        ctx.set_timer(keys.rejoin_timer(name), ctx.state.settings.start_timeout_ms)
 
 
-def handle_store_joined(state: State, actor: ActorState) -> None:
+def handle_store_joined(ctx: Context, actor: ActorState) -> None:
     """Readdress waiting orders to the new process; they are sent once it is accepted."""
-    if actor.role == Role.STORE:
-        for key in _list_store_orders(state, actor.name):
-            state.commands[key].incarnation = actor.incarnation
+    for key in _list_store_orders(ctx.state, actor.name):
+        ctx.state.commands[key].incarnation = actor.incarnation
 
 
 def handle_store_ready(ctx: Context, name: str) -> None:
     """Restart the deadlines of all that waited for the store, which can write again."""
     state = ctx.state
-    ctx.clear_timer(keys.rejoin_timer(name))
     for key in _list_store_orders(state, name):
         ctx.set_timer(
             keys.deadline_timer(key), END_TIMEOUT_MS + state.settings.disk_full_timeout_ms

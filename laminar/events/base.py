@@ -2,7 +2,9 @@
 
 Reads   nothing
 Gives   Event, Command (bases), Settings (the part of the config that decisions depend on);
-        reported_by and carried_out_by, the declarations, and the registers that they fill
+        ends, the declaration of the commands that an event ends; get_tag
+
+Which roles report an event or carry out a command: names/roles.py, by their tags.
 
 The tag is made from the class name, `TrajectoryFinished` -> `trajectory-finished`, so the same name
 appears in the log, the docs and the code. Values that the core keeps are integers and strings only:
@@ -60,34 +62,21 @@ class Command(
 
 
 AnEvent = TypeVar("AnEvent", bound=Event)
-ACommand = TypeVar("ACommand", bound=Command)
-Roles = tuple[Role, ...]
+Message = Event | Command | type[Event] | type[Command]
 
-#: roles that may report each event, in the order of declaration
-REPORTED_BY: dict[type[Event], Roles] = {}
 #: commands that are no longer outstanding once each event has arrived
 ENDS: dict[type[Event], tuple[type[Command], ...]] = {}
-#: roles that carry out each command, in the order of declaration
-CARRIED_OUT_BY: dict[type[Command], Roles] = {}
 
 
-def reported_by(
-    *roles: Role, ends: tuple[type[Command], ...] = ()
-) -> Callable[[type[AnEvent]], type[AnEvent]]:
-    """Declare an event and the roles that may report it; the machine refuses it from others."""
+def get_tag(message: Message) -> str:
+    return str(message.__struct_config__.tag)
+
+
+def ends(*commands: type[Command]) -> Callable[[type[AnEvent]], type[AnEvent]]:
+    """Declare the commands that an event ends."""
 
     def declare(kind: type[AnEvent]) -> type[AnEvent]:
-        REPORTED_BY[kind], ENDS[kind] = roles, ends
-        return kind
-
-    return declare
-
-
-def carried_out_by(*roles: Role) -> Callable[[type[ACommand]], type[ACommand]]:
-    """Declare a command and the roles that carry it out."""
-
-    def declare(kind: type[ACommand]) -> type[ACommand]:
-        CARRIED_OUT_BY[kind] = roles
+        ENDS[kind] = commands
         return kind
 
     return declare

@@ -1,7 +1,7 @@
 """Events that the coordinator reports itself: its start, timers, silent and returning actors.
 
 Reads   nothing
-Gives   one frozen struct per event, each declared with its senders and the commands that it ends
+Gives   one frozen struct per event, each declared with the commands that it ends
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, Settings, reported_by
+from laminar.events.base import Event, Settings, ends
 from laminar.names.ids import GroupId
-from laminar.names.roles import Role
 
 
 class UnfinishedPrompt(
@@ -40,7 +39,6 @@ class ForkOrigin(
     unfinished: tuple[UnfinishedPrompt, ...] = ()  #: in the order of dispatch
 
 
-@reported_by(Role.COORDINATOR)
 class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """First record of every coordinator incarnation."""
 
@@ -54,14 +52,14 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-@reported_by(Role.COORDINATOR, ends=(cmd.RestartActor, cmd.ProposeBatch))
+@ends(cmd.RestartActor, cmd.ProposeBatch)
 class TimerFired(Event, frozen=True, kw_only=True):
     """A timer of the state is due; a timer that is no longer set is ignored."""
 
     timer: str
 
 
-@reported_by(Role.COORDINATOR, ends=(cmd.StopActor,))
+@ends(cmd.StopActor)
 class HeartbeatLost(Event, frozen=True, kw_only=True):
     """The failure detector gave up on an actor: it was silent for its whole lease."""
 
@@ -71,7 +69,6 @@ class HeartbeatLost(Event, frozen=True, kw_only=True):
     cut_off: bool = False  #: whether its whole machine was silent: no work there is to blame
 
 
-@reported_by(Role.COORDINATOR)
 class NodeSilent(Event, frozen=True, kw_only=True):
     """A node was silent for its lease, while other processes of its machine still respond."""
 
@@ -80,7 +77,6 @@ class NodeSilent(Event, frozen=True, kw_only=True):
     silent_ms: int
 
 
-@reported_by(Role.COORDINATOR)
 class NodeRecovered(Event, frozen=True, kw_only=True):
     """A silent node responds again."""
 
@@ -88,7 +84,6 @@ class NodeRecovered(Event, frozen=True, kw_only=True):
     node_incarnation: int
 
 
-@reported_by(Role.COORDINATOR)
 class DrainRequested(Event, frozen=True, kw_only=True):
     """The user asked the run to end gracefully (Ctrl-C), at once (a second one), or to pause.
 
@@ -101,7 +96,6 @@ class DrainRequested(Event, frozen=True, kw_only=True):
     response_timeout_ms: int = 0
 
 
-@reported_by(Role.COORDINATOR)
 class RunResumed(Event, frozen=True, kw_only=True):
     """No process of the run was left (a power cut, a time limit): all are restarted.
 
@@ -113,7 +107,6 @@ class RunResumed(Event, frozen=True, kw_only=True):
     save_freq: int
 
 
-@reported_by(Role.COORDINATOR)
 class TrainingWarning(Event, frozen=True, kw_only=True):
     """Training shows a problem that a person should look at; each kind is reported once."""
 
@@ -122,7 +115,7 @@ class TrainingWarning(Event, frozen=True, kw_only=True):
     text: str  #: the figure, its limit, and the place to look
 
 
-@reported_by(Role.COORDINATOR, ends=(cmd.ProposeBatch,))
+@ends(cmd.ProposeBatch)
 class BatchProposed(Event, frozen=True, kw_only=True):
     """The user's batch strategy answered; `groups` is empty when it failed."""
 

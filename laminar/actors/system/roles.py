@@ -9,12 +9,13 @@ Modules are named, not imported: a node knows what to import and imports none of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from laminar.config import Config
 from laminar.engines.environment import build_environment, engine_modules
+from laminar.names.roles import Role
 
 if TYPE_CHECKING:
     from laminar.actors.host import ActorRole, Host
@@ -26,36 +27,21 @@ EMULATED = "emulated"  #: the kind of all processes in a run without models
 RANK_LOST_S = 5.0  #: time limit for a trainer that lost a rank to report it and leave
 _TOKENIZER = "transformers.models.auto.tokenization_auto"
 _MODEL = "transformers.models.auto.modeling_auto"
-_MODULES = {
-    "store": (
-        "laminar.actors.store",
-        "laminar.storage.database",
-        "laminar.tasks.run_prompts",
-        _TOKENIZER,
-    ),
-    "relay": ("laminar.actors.relay", "laminar.weights.machine"),
-    "trainer": ("laminar.actors.trainer", "laminar.actors.system.learners", _TOKENIZER, _MODEL),
-    "rollout": ("laminar.actors.rollout", "laminar.actors.system.replica", _TOKENIZER),
-}
-_EMULATED_MODULES = {
-    "store": ("laminar.actors.store", "laminar.storage.database", "laminar.actors.system.emulated"),
-    "relay": _MODULES["relay"],
-    "trainer": (
-        "laminar.actors.trainer",
-        "laminar.actors.system.emulated",
-        "laminar.weights.version.slot_writer",
-    ),
-    "rollout": ("laminar.actors.rollout", "laminar.actors.system.emulated"),
-}
 
-ROLES = tuple(_MODULES)
+
+class ActorParts(NamedTuple):
+    """A role's actor, and the modules that its process imports before it is known which actor."""
+
+    make: Callable[[Host], ActorRole]
+    modules: tuple[str, ...]
+    emulated: tuple[str, ...]  #: in a run without models
 
 
 def get_process_kind(role: str, config: Config) -> str:
     """Return the kind of a process; one kind shares imports and environment."""
     if config.is_emulated:
         return EMULATED
-    return config.rollout.engine if role == "rollout" else COMMON
+    return config.rollout.engine if role == Role.ROLLOUT else COMMON
 
 
 class Needs(NamedTuple):
@@ -71,12 +57,12 @@ def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[s
     for role in dict.fromkeys(roles):
         need = found.setdefault(get_process_kind(role, config), Needs(["uvloop"], {}))
         if config.is_emulated:
-            need.modules.extend(_EMULATED_MODULES[role])
+            need.modules.extend(_ACTORS[role].emulated)
             continue
-        need.modules.extend(_MODULES[role])
-        if role == "store" and config.data.dataset:
+        need.modules.extend(_ACTORS[role].modules)
+        if role == Role.STORE and config.data.dataset:
             need.modules.append("reasoning_gym.factory")
-        if role == "rollout":
+        if role == Role.ROLLOUT:
             need.modules.extend(engine_modules(config, gpus))
             need.environment.update(build_environment(config, gpus))
     return found
@@ -84,14 +70,14 @@ def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[s
 
 def make_actor(host: Host) -> ActorRole:
     """Return the actor of a role; each role imports only what it needs."""
-    if host.role == "store":
-        return _make_store(host)
-    if host.role == "relay":
-        from laminar.actors.relay import Relay
-        from laminar.weights.machine import RelayMachine
+    return _ACTORS[host.role].make(host)
 
-        return Relay(host, RelayMachine(host.run_dir.name, host.run_id, host.node, host.boot_id))
-    return _make_trainer(host) if host.role == "trainer" else _make_rollout(host)
+
+def _make_relay(host: Host) -> ActorRole:
+    from laminar.actors.relay import Relay
+    from laminar.weights.machine import RelayMachine
+
+    return Relay(host, RelayMachine(host.run_dir.name, host.run_id, host.node, host.boot_id))
 
 
 def _make_store(host: Host) -> ActorRole:
@@ -166,3 +152,24 @@ def _make_gang(host: Host) -> RankProcesses:
         lost=lost,
         say=host.notify_user,
     )
+
+
+_RELAY = ("laminar.actors.relay", "laminar.weights.machine")
+_STORE = ("laminar.actors.store", "laminar.storage.database")
+_EMULATED = "laminar.actors.system.emulated"
+_ACTORS: dict[str, ActorParts] = {
+    Role.STORE: ActorParts(
+        _make_store, (*_STORE, "laminar.tasks.run_prompts", _TOKENIZER), (*_STORE, _EMULATED)
+    ),
+    Role.RELAY: ActorParts(_make_relay, _RELAY, _RELAY),
+    Role.TRAINER: ActorParts(
+        _make_trainer,
+        ("laminar.actors.trainer", "laminar.actors.system.learners", _TOKENIZER, _MODEL),
+        ("laminar.actors.trainer", _EMULATED, "laminar.weights.version.slot_writer"),
+    ),
+    Role.ROLLOUT: ActorParts(
+        _make_rollout,
+        ("laminar.actors.rollout", "laminar.actors.system.replica", _TOKENIZER),
+        ("laminar.actors.rollout", _EMULATED),
+    ),
+}

@@ -133,13 +133,14 @@ def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
 def handle_start_timeout(ctx: Context) -> None:
     """End the run, naming the roles that the start is missing."""
     state = ctx.state
-    missing = [role for role in (Role.STORE, Role.TRAINER) if not _is_role_ready(state, role)]
-    if not state.relays or (
-        live_actor(state, Role.TRAINER) is not None and master_relay(state) is None
-    ):
-        missing.insert(1, Role.RELAY)
-    if not state.replicas:
-        missing.append(Role.ROLLOUT)
+    has_head = master_relay(state) is not None or live_actor(state, Role.TRAINER) is None
+    present = {
+        Role.STORE: _is_role_ready(state, Role.STORE),
+        Role.RELAY: bool(state.relays) and has_head,
+        Role.TRAINER: _is_role_ready(state, Role.TRAINER),
+        Role.ROLLOUT: bool(state.replicas),
+    }
+    missing = [role for role, is_present in present.items() if not is_present]
     waited = ", ".join(missing) or "the first weights to be published"
     fail_run(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
 

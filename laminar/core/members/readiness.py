@@ -18,6 +18,7 @@ from laminar.core.state.state import RepackState, Replica, State
 from laminar.core.validation import COUNT_MAX, ROWS_MAX, accept_any
 from laminar.core.versions import broadcast, publishing
 from laminar.events import events as ev
+from laminar.names.roles import Role
 
 
 def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
@@ -29,13 +30,12 @@ def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
 def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
     """Register a replica whose engine can take work once it has weights."""
     state, name = ctx.state, ctx.stamped.peer
-    if name in state.replicas:
-        return ctx.ignore("repeat")
-    state.actors[name].ready = True
+    if not ctx.mark_ready():
+        return
     node = state.actors[name].node
     replica = Replica(
         name=name,
-        relay=broadcast.name_of(node),
+        relay=broadcast.name_of(Role.RELAY, node),
         capacity=event.max_num_seqs,
         progress_ns=ctx.stamped.time_ns,
     )
@@ -53,20 +53,10 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
 @handles(ev.RelayReady, valid=accept_any)
 def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
     """Put a relay into the chain; the head of the chain needs the trainer's current weights."""
-    if _mark_ready(ctx):
+    if ctx.mark_ready():
         relay = broadcast.add_relay(ctx, ctx.state.actors[ctx.stamped.peer], event.chain_address)
         if relay is master_relay(ctx.state):
             publishing.owe_republish(ctx)
-
-
-def _mark_ready(ctx: Context) -> bool:
-    """Mark the sender as ready; return False, counted, if it was already."""
-    actor = ctx.state.actors[ctx.stamped.peer]
-    if actor.ready:
-        ctx.ignore("repeat")
-        return False
-    actor.ready = True
-    return True
 
 
 def _row_counts(state: State, event: ev.DataLoaded) -> bool:
@@ -79,7 +69,7 @@ def _row_counts(state: State, event: ev.DataLoaded) -> bool:
 def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
     """Record the fixed number of prompts in the store; a restarted store refuses other data."""
     state = ctx.state
-    if _mark_ready(ctx):
+    if ctx.mark_ready():
         store_orders.handle_store_ready(ctx, ctx.stamped.peer)
     if state.num_train < 0:
         state.num_train, state.num_eval = event.num_train, event.num_eval

@@ -31,13 +31,12 @@ from laminar.core.validation import is_count
 from laminar.core.versions import broadcast, publishing
 from laminar.events import events as ev
 from laminar.events.base import Settings
-from laminar.names.roles import Role
+from laminar.names.roles import ACTOR_ROLES, Role
 
 REASON = "all processes of the run had ended"
 CHANGEABLE = ("total_steps", "test_freq", "save_freq")
 """Settings that may differ after a resume. The number of replicas may change, too."""
 _STEPS_DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
-_ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
 
 
 def is_run_over(state: State) -> bool:
@@ -103,11 +102,11 @@ def _train_on(ctx: Context) -> None:
 
 
 def _in_order(state: State, lost: list[ActorState]) -> list[str]:
-    """Sort lost actors: nodes last, since they take their processes with them; relays by chain.
+    """Sort lost actors by role, nodes last, since they take their processes with them.
 
     In chain order no relay is given another as its successor."""
     place = {name: number for number, name in enumerate(state.relay_chain)}
-    lost.sort(key=lambda a: (_ORDER.index(a.role), place.get(a.name, -1)))
+    lost.sort(key=lambda a: (-ACTOR_ROLES.index(a.role), place.get(a.name, -1)))
     return [actor.name for actor in lost]
 
 

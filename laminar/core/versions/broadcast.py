@@ -65,7 +65,6 @@ def add_relay(ctx: Context, actor: ActorState, chain_address: str) -> RelayState
     state.relays[relay.name] = relay
     _heard_of(ctx, relay)
     state.relay_chain.append(relay.name)
-    ctx.clear_timer(keys.rejoin_timer(relay.name))
     set_head(ctx)
     await_newest(ctx, relay)
     if state.evaluation is not None or state.unfinished_versions:
@@ -74,7 +73,7 @@ def add_relay(ctx: Context, actor: ActorState, chain_address: str) -> RelayState
 
 
 def handle_relay_lost(ctx: Context, name: str) -> None:
-    """Link the neighbors of a lost relay; it has a time to come back."""
+    """Link the neighbors of a lost relay."""
     state = ctx.state
     relay = state.relays.get(name)
     if relay is not None:
@@ -86,8 +85,6 @@ def handle_relay_lost(ctx: Context, name: str) -> None:
         ctx.clear_timer(keys.receive_timer(name))
         relink_chain(ctx)
         touch_replicas(ctx, relay)  # nothing newer waits now: they may admit again
-    if not is_run_ending(state):
-        ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
 
 
 def is_run_ending(state: State) -> bool:
@@ -356,10 +353,10 @@ def _move_slow(ctx: Context) -> None:
 # --- machines ---------------------------------------------------------------------------------
 
 
-def name_of(node: str) -> str:
-    """Return the name of a machine's relay; empty for an invalid machine name."""
+def name_of(role: str, node: str) -> str:
+    """Return the name of a machine's only process of a role; empty for an invalid machine name."""
     try:
-        return ids.actor_name(Role.RELAY, node, 0)
+        return ids.actor_name(role, node, 0)
     except ValueError:
         return ""
 
