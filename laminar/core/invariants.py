@@ -169,10 +169,14 @@ def commands_have_deadlines(state: State) -> None:
 
 def _check_engines_start(state: State) -> None:
     """Check that a replica that is not ready will be, or is restarted."""
-    for actor in state.actors.values():
-        if actor.role == Role.ROLLOUT and actor.alive and not actor.ready:
-            watched = keys.progress_timer(actor.name) in state.timers
-            _require(watched or keys.restart_key(actor.name) in state.commands, actor.name)
+    for name in _list_starting(state):
+        watched = keys.progress_timer(name) in state.timers
+        _require(watched or keys.restart_key(name) in state.commands, name)
+
+
+def _list_starting(state: State) -> list[str]:
+    found = (a for a in state.actors.values() if a.role == Role.ROLLOUT)
+    return [a.name for a in found if a.alive and not a.ready]
 
 
 def _check_weights_arrive(state: State) -> None:
@@ -373,13 +377,7 @@ def _are_weights_awaited(state: State) -> bool:
 
 def _is_replica_awaited(state: State) -> bool:
     """Return whether a replica is restarting, its engine starts, or the start still waits."""
-    starts = any(
-        a.role == Role.ROLLOUT
-        and a.alive
-        and not a.ready
-        and keys.progress_timer(a.name) in state.timers
-        for a in state.actors.values()
-    )
+    starts = any(keys.progress_timer(name) in state.timers for name in _list_starting(state))
     return starts or keys.START in state.timers or _is_role_awaited(state, Role.ROLLOUT)
 
 

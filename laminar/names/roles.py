@@ -81,14 +81,12 @@ ROLE_TABLE: dict[str, RoleRecord] = {
         place=Place.NONE, restart=Restart.BY_COORDINATOR, loss=Loss.CONTINUES,
     ),
     Role.NODE: RoleRecord(
-        reports=("process-exited",),
-        carries_out=("restart-actor",),
+        reports=("process-exited",), carries_out=("restart-actor",),
         place=Place.EACH, restart=Restart.BY_STARTER, loss=Loss.ENDS_WITH_FIRST,
         long_lease=True, joins_ending=True,
     ),
     Role.STORE: RoleRecord(
-        reports=("data-loaded", "trajectories-ended"),
-        carries_out=("end-trajectories",),
+        reports=("data-loaded", "trajectories-ended"), carries_out=("end-trajectories",),
         place=Place.FIRST, restart=Restart.IF_KILLED, loss=Loss.ENDS,
         long_lease=True, is_back_ready=True, joins_ending=True,
     ),
@@ -108,9 +106,9 @@ ROLE_TABLE: dict[str, RoleRecord] = {
     ),
     Role.ROLLOUT: RoleRecord(
         reports=("replica-ready", "weights-loaded", "weights-rejected", "version-missing",
-                 "checkpoint-refused", "trajectory-started", "token-progress",
+                 "checkpoint-refused", "trajectory-started", "token-progress", "turn-finished",
                  "trajectory-finished", "trajectories-released", "trajectory-failed",
-                 "turn-finished", "trajectory-rewarded"),
+                 "trajectory-rewarded"),
         carries_out=("pull-weights", "generate-trajectory", "score-trajectories",
                      "abort-trajectories", "release-trajectories"),
         place=Place.SEVERAL, loss=Loss.ENDS_WITH_LAST,

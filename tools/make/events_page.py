@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from laminar.core.machine import HANDLING
 from laminar.events.base import ENDS, get_tag
 from laminar.events.commands import ALL_COMMANDS
-from laminar.events.events import ALL_EVENTS
+from laminar.events.events import ALL_EVENTS, REPORTED_BY
 from laminar.names.roles import find_roles
 
 
@@ -27,7 +27,7 @@ def markdown() -> str:
             "",
             _first_line(event),
             "",
-            f"- Reported by: {', '.join(HANDLING[event].senders)}",
+            f"- Reported by: {', '.join(REPORTED_BY[event])}",
             f"- Ends: {_names(ENDS.get(event, ())) or 'nothing'}",
             f"- Handled by: `{handler.__module__}.{handler.__qualname__}`",
             "",

@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 COMMON = "torch"  #: the kind of all processes except those of another engine
 EMULATED = "emulated"  #: the kind of all processes in a run without models
 RANK_LOST_S = 5.0  #: time limit for a trainer that lost a rank to report it and leave
-_TOKENIZER = "transformers.models.auto.tokenization_auto"
-_MODEL = "transformers.models.auto.modeling_auto"
 
 
 class ActorParts(NamedTuple):
-    """A role's actor, and the modules that its process imports before it is known which actor."""
+    """A role's actor, and what its process imports before that is made."""
 
     make: Callable[[Host], ActorRole]
     modules: tuple[str, ...]
@@ -154,22 +152,25 @@ def _make_gang(host: Host) -> RankProcesses:
     )
 
 
-_RELAY = ("laminar.actors.relay", "laminar.weights.machine")
 _STORE = ("laminar.actors.store", "laminar.storage.database")
+_RELAY = ("laminar.actors.relay", "laminar.weights.machine")
+_TRAINER, _ROLLOUT = "laminar.actors.trainer", "laminar.actors.rollout"
+_TOKENIZER = "transformers.models.auto.tokenization_auto"
+_MODEL = "transformers.models.auto.modeling_auto"
 _EMULATED = "laminar.actors.system.emulated"
 _ACTORS: dict[str, ActorParts] = {
     Role.STORE: ActorParts(
         _make_store, (*_STORE, "laminar.tasks.run_prompts", _TOKENIZER), (*_STORE, _EMULATED)
     ),
-    Role.RELAY: ActorParts(_make_relay, _RELAY, _RELAY),
     Role.TRAINER: ActorParts(
         _make_trainer,
-        ("laminar.actors.trainer", "laminar.actors.system.learners", _TOKENIZER, _MODEL),
-        ("laminar.actors.trainer", _EMULATED, "laminar.weights.version.slot_writer"),
+        (_TRAINER, "laminar.actors.system.learners", _TOKENIZER, _MODEL),
+        (_TRAINER, _EMULATED, "laminar.weights.version.slot_writer"),
     ),
+    Role.RELAY: ActorParts(_make_relay, _RELAY, _RELAY),
     Role.ROLLOUT: ActorParts(
         _make_rollout,
-        ("laminar.actors.rollout", "laminar.actors.system.replica", _TOKENIZER),
-        ("laminar.actors.rollout", _EMULATED),
+        (_ROLLOUT, "laminar.actors.system.replica", _TOKENIZER),
+        (_ROLLOUT, _EMULATED),
     ),
 }

@@ -42,7 +42,8 @@ def plan_phase(ctx: Context) -> bool:
     """Move the run to its next phase if its condition holds; return whether it did."""
     if ctx.state.pausing:
         return pausing.plan_pause(ctx)
-    return _PLANS[ctx.state.phase](ctx)
+    plan = _PLANS.get(ctx.state.phase)
+    return plan is not None and plan(ctx)
 
 
 def end_failed_run(ctx: Context) -> None:
@@ -133,14 +134,14 @@ def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
 def handle_start_timeout(ctx: Context) -> None:
     """End the run, naming the roles that the start is missing."""
     state = ctx.state
-    has_head = master_relay(state) is not None or live_actor(state, Role.TRAINER) is None
+    has_trainer, has_head = live_actor(state, Role.TRAINER), master_relay(state)
     present = {
         Role.STORE: _is_role_ready(state, Role.STORE),
-        Role.RELAY: bool(state.relays) and has_head,
+        Role.RELAY: has_head or (state.relays and not has_trainer),
         Role.TRAINER: _is_role_ready(state, Role.TRAINER),
-        Role.ROLLOUT: bool(state.replicas),
+        Role.ROLLOUT: state.replicas,
     }
-    missing = [role for role, is_present in present.items() if not is_present]
+    missing = [role for role in present if not present[role]]
     waited = ", ".join(missing) or "the first weights to be published"
     fail_run(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
 
@@ -305,10 +306,6 @@ def _plan_stopping(ctx: Context) -> bool:
     return True
 
 
-def _plan_ended(ctx: Context) -> bool:
-    return False
-
-
 _PLANS = {
     Phase.STARTING: _plan_starting,
     Phase.RUNNING: _plan_running,
@@ -316,5 +313,4 @@ _PLANS = {
     Phase.FINAL_EVALUATION: _final_evaluation,
     Phase.ENDING: _plan_ending,
     Phase.STOPPING: _plan_stopping,
-    Phase.ENDED: _plan_ended,
 }

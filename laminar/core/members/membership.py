@@ -1,7 +1,8 @@
 """Membership: which processes belong to the run, and which have been fenced out.
 
-Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent, NodeRecovered
-Writes  state.actors
+Reads   ActorJoined, ReplicaReady, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent,
+        NodeRecovered
+Writes  state.actors, state.replicas
 Emits   AcceptActor, RefuseActor, and through recovery and relays whatever a loss calls for
 
 An actor is (name, incarnation). Each start of its process gets the next incarnation, so events
@@ -27,11 +28,18 @@ from laminar.core.registry import handles
 from laminar.core.scheduling import recovery
 from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
-from laminar.core.state.indexes import add_actor, clear_timer, end_actor, find_trainer, indexes_of
-from laminar.core.state.state import ActorState, State
+from laminar.core.state.indexes import (
+    add_actor,
+    add_replica,
+    clear_timer,
+    end_actor,
+    find_trainer,
+    indexes_of,
+)  # fmt: skip
+from laminar.core.state.state import ActorState, RepackState, Replica, State
 from laminar.core.state.statuses import Phase
 from laminar.core.steps import step_replay
-from laminar.core.validation import accept_any
+from laminar.core.validation import COUNT_MAX, accept_any
 from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -74,6 +82,34 @@ def _await_engine(ctx: Context, actor: ActorState) -> None:
     if ctx.state.newest_version >= 0:
         ctx.clear_timer(keys.START)  # the start waited for nothing else
     ctx.set_timer(keys.progress_timer(actor.name), ctx.state.settings.engine_start_ms)
+
+
+def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
+    """Return whether a replica can hold a group; else it would wait for work that never fits."""
+    return state.settings.group_size <= event.max_num_seqs <= COUNT_MAX
+
+
+@handles(ev.ReplicaReady, valid=_can_hold_group)
+def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
+    """Register a replica whose engine can take work once it has weights."""
+    state, name = ctx.state, ctx.stamped.peer
+    if not ctx.mark_ready():
+        return
+    replica = Replica(
+        name=name,
+        relay=broadcast.name_of(Role.RELAY, state.actors[name].node),
+        capacity=event.max_num_seqs,
+        progress_ns=ctx.stamped.time_ns,
+    )
+    if state.settings.repack_policy:
+        replica.repack = RepackState(
+            max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens
+        )
+    add_replica(state, replica)
+    if replica.relay not in state.relays and keys.rejoin_timer(replica.relay) not in state.timers:
+        ctx.set_timer(keys.rejoin_timer(replica.relay), state.settings.start_timeout_ms)
+    ctx.set_timer(keys.progress_timer(name), state.settings.stall_ms)
+    ctx.touch_replica(name)
 
 
 def _create_actor(state: State, event: ev.ActorJoined, known: ActorState | None) -> ActorState:
@@ -135,8 +171,8 @@ def _has_ended(state: State, event: ev.ActorJoined, known: ActorState | None) ->
 def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
     """Return whether a process may join a run that ends: the store, or a node that restarts it."""
     if event.role != Role.NODE:
-        return store_orders.may_join(state, event.role)
-    return any(_is_needed(state, actor.role) for actor in _actors_of(state, event.name))
+        return broadcast.is_needed(state, event.role)
+    return any(broadcast.is_needed(state, actor.role) for actor in _actors_of(state, event.name))
 
 
 def _is_of_its_node(state: State, event: ev.ActorJoined) -> bool:
@@ -237,7 +273,7 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
     if not node_alive:
         ctx.clear_timer(keys.rejoin_timer(event.actor))
         _give_up_process(ctx, event.actor, f"{event.actor}: {reason}")
-    elif _is_needed(state, actor.role):
+    elif broadcast.is_needed(state, actor.role):
         ctx.restart_actor(event.actor, reason, again=True, cut_off=event.cut_off)
 
 
@@ -261,11 +297,6 @@ def _set_silent(ctx: Context, event: ev.NodeSilent | ev.NodeRecovered, *, silent
         ctx.ignore("repeat")
     else:
         node.silent = silent
-
-
-def _is_needed(state: State, role: Role) -> bool:
-    """Return whether the run needs a process of the role back when it is lost."""
-    return not broadcast.is_run_ending(state) or store_orders.may_join(state, role)
 
 
 def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
@@ -298,7 +329,7 @@ def _give_up_process(ctx: Context, name: str, why: str) -> bool:
     loss = ROLE_TABLE[role].loss
     if role == Role.NODE or loss == Loss.CONTINUES:
         return False
-    ends = loss == Loss.ENDS and _is_needed(state, role)
+    ends = loss == Loss.ENDS and broadcast.is_needed(state, role)
     if ends or broadcast.is_trainer_relay(state, name):
         return fail_run(ctx, _LOSS_FAILURES.get(role, FailureKind.PROCESS_LOST), name, why)
     return not broadcast.can_work(state) and fail_run(ctx, FailureKind.REPLICAS_LOST, name, why)
@@ -316,7 +347,7 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
         return
     if actor.role in _LOST:
         _LOST[actor.role](ctx, name, reason, blame)
-    if actor.role != Role.NODE and _is_needed(state, actor.role):
+    if actor.role != Role.NODE and broadcast.is_needed(state, actor.role):
         ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
     for key in list(indexes_of(state).commands.get(name, ())):
         if not store_orders.can_survive_restart(state, state.commands[key].command):
@@ -347,7 +378,7 @@ def _await_machine(ctx: Context, node: str) -> None:
     """Give the processes of a new node process, which starts them, a time to join."""
     for actor in _actors_of(ctx.state, node):
         ctx.state.start_numbers.pop(actor.name, None)  # the node numbers them from the start
-        if not actor.alive and _is_needed(ctx.state, actor.role):
+        if not actor.alive and broadcast.is_needed(ctx.state, actor.role):
             ctx.set_timer(keys.rejoin_timer(actor.name), ctx.state.settings.start_timeout_ms)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Collection
 
 import msgspec
 
-from laminar.core import store_orders
 from laminar.core.context import Context
 from laminar.core.members import membership, pausing
 from laminar.core.registry import handles
@@ -128,8 +127,7 @@ def _set_rejoin_timers(ctx: Context) -> None:
     if state.phase == Phase.STARTING or keys.START in state.timers:
         ctx.set_timer(keys.START, start_ms)
     for actor in state.actors.values():
-        needed = not broadcast.is_run_ending(state) or store_orders.may_join(state, actor.role)
-        if actor.role != Role.NODE and needed:
+        if actor.role != Role.NODE and broadcast.is_needed(state, actor.role):
             ctx.set_timer(keys.rejoin_timer(actor.name), start_ms)
         else:
             ctx.clear_timer(keys.rejoin_timer(actor.name))

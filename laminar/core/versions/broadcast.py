@@ -20,14 +20,14 @@ from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import indexes_of, master_relay
-from laminar.core.state.state import ActorState, RelayState, State
+from laminar.core.state.state import RelayState, State
 from laminar.core.state.statuses import Phase
 from laminar.core.validation import accept_any, are_allocated, is_count, of_a_version
-from laminar.core.versions import load_sources, pinning
+from laminar.core.versions import load_sources, pinning, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import ids
-from laminar.names.roles import Role
+from laminar.names.roles import ROLE_TABLE, Role
 
 LINK_TIMEOUT_MS = 30_000
 """The timeout of one connection between two machines; its handshake is a few messages."""
@@ -52,13 +52,16 @@ LAGS_MAX = 3
 # --- the chain --------------------------------------------------------------------------------
 
 
-def add_relay(ctx: Context, actor: ActorState, chain_address: str) -> RelayState:
-    """Add a ready relay to the chain, where it is fed."""
-    state = ctx.state
+@handles(ev.RelayReady, valid=accept_any)
+def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
+    """Put a relay into the chain; the head of the chain needs the trainer's current weights."""
+    state, actor = ctx.state, ctx.state.actors[ctx.stamped.peer]
+    if not ctx.mark_ready():
+        return
     relay = RelayState(
         name=actor.name,
         node=actor.node,
-        chain_address=chain_address,
+        chain_address=event.chain_address,
         incarnation=actor.incarnation,
         ready_seq=ctx.stamped.seq,
     )
@@ -69,7 +72,8 @@ def add_relay(ctx: Context, actor: ActorState, chain_address: str) -> RelayState
     await_newest(ctx, relay)
     if state.evaluation is not None or state.unfinished_versions:
         pinning.send_pin(ctx, relay.name)
-    return relay
+    if relay is master_relay(state):
+        publishing.owe_republish(ctx)
 
 
 def handle_relay_lost(ctx: Context, name: str) -> None:
@@ -90,6 +94,12 @@ def handle_relay_lost(ctx: Context, name: str) -> None:
 def is_run_ending(state: State) -> bool:
     """Return whether the run ends: no process waits for weights any more."""
     return state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+
+
+def is_needed(state: State, role: str) -> bool:
+    """Return whether the run needs a process of the role: while it ends, to write the ends."""
+    still = ROLE_TABLE[role].joins_ending and state.phase == Phase.ENDING
+    return still or not is_run_ending(state)
 
 
 def set_head(ctx: Context) -> None:
