@@ -2,11 +2,10 @@
 
     laminar-node RUN_DIR [--name node-0] [--roles store,relay,trainer,rollout:2] [--host IP]
 
-Without --roles it runs everything, with rollout.replicas replicas. One machine of a run, node-0,
-has the store and the trainer; every machine has a relay. --host is the address, the name or the
-interface of this machine by which the others reach it; the default is the address on the way to the
-coordinator. SIGTERM, SIGHUP and Ctrl-C end it and its actors gracefully; the run continues without
-this machine if it can.
+Without --roles it runs everything, with rollout.replicas replicas. --host is the address, the name
+or the interface of this machine by which the others reach it; the default is the address on the way
+to the coordinator. SIGTERM, SIGHUP and Ctrl-C end it and its actors gracefully; the run continues
+without this machine if it can.
 """
 
 from __future__ import annotations

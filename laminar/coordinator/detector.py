@@ -3,10 +3,9 @@
 Reads   how long each live actor has been silent; how long this loop itself was paused
 Gives   HeartbeatLost, NodeSilent and NodeRecovered, which are logged; heartbeats are not
 
-Pure. An actor whose work can move to others has a short lease. A node only supervises, and losing
-the store or the trainer ends the run, so these have a long lease: giving them up early gains
-nothing. A node that exceeds it while another process of its machine responds is not a lost machine:
-it is reported as silent, until it responds again or all of its machine is silent.
+Pure. An actor whose work can move to others has a short lease, other roles a long one: giving them
+up early gains nothing. A node that exceeds it while another process of its machine responds is not
+a lost machine: it is reported as silent, until it responds again or all of its machine is silent.
 
 A coordinator that was paused (or restarted) could hear no process, and must not give one up for
 that: after a pause of more than a third of the short lease every lease restarts. Messages may lie

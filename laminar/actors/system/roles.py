@@ -19,7 +19,6 @@ from laminar.names.roles import Role
 
 if TYPE_CHECKING:
     from laminar.actors.host import ActorRole, Host
-    from laminar.actors.trainer import TrainingRecord
     from laminar.training.rank_processes import RankProcesses
 
 COMMON = "torch"  #: the kind of all processes except those of another engine
@@ -119,14 +118,9 @@ def _make_trainer(host: Host) -> ActorRole:
         from laminar.actors.system.emulated import EmulatedFiles, EmulatedLearner, EmulatedWeights
 
         weights = EmulatedWeights(host.config)
-        learner, files = EmulatedLearner(host.config, weights), EmulatedFiles(weights)
-        return Trainer(host, learner, partial(SlotWriter, weights.fill_slot), files, book)
-    return _real_trainer(host, book)
-
-
-def _real_trainer(host: Host, book: TrainingRecord) -> ActorRole:
+        emulated, slots = EmulatedLearner(host.config, weights), weights.fill_slot
+        return Trainer(host, emulated, partial(SlotWriter, slots), EmulatedFiles(weights), book)
     from laminar.actors.system.learners import is_ranked, parts_of
-    from laminar.actors.trainer import Trainer
     from laminar.run.fail_points import FailPoints
 
     gang = _make_gang(host) if is_ranked(host.config) else None
@@ -154,7 +148,8 @@ def _make_gang(host: Host) -> RankProcesses:
 
 _STORE = ("laminar.actors.store", "laminar.storage.database")
 _RELAY = ("laminar.actors.relay", "laminar.weights.machine")
-_TRAINER, _ROLLOUT = "laminar.actors.trainer", "laminar.actors.rollout"
+_TRAINER = "laminar.actors.trainer"
+_ROLLOUT, _REPLICA = "laminar.actors.rollout", "laminar.actors.system.replica"
 _TOKENIZER = "transformers.models.auto.tokenization_auto"
 _MODEL = "transformers.models.auto.modeling_auto"
 _EMULATED = "laminar.actors.system.emulated"
@@ -169,8 +164,6 @@ _ACTORS: dict[str, ActorParts] = {
     ),
     Role.RELAY: ActorParts(_make_relay, _RELAY, _RELAY),
     Role.ROLLOUT: ActorParts(
-        _make_rollout,
-        (_ROLLOUT, "laminar.actors.system.replica", _TOKENIZER),
-        (_ROLLOUT, _EMULATED),
+        _make_rollout, (_ROLLOUT, _REPLICA, _TOKENIZER), (_ROLLOUT, _EMULATED)
     ),
 }

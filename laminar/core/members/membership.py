@@ -43,7 +43,6 @@ from laminar.core.validation import COUNT_MAX, accept_any
 from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, STRATEGY
 from laminar.names.roles import ACTOR_ROLES, ROLE_TABLE, Loss, Place, Role
 
 REPLACED = "another process has its place"
@@ -63,8 +62,8 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         actor_lost(ctx, event.name, "was replaced by a new process")
         refusal = _find_refusal_reason(ctx, event)  # the loss may have ended the run
     if refusal:
-        ctx.issue_command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
-        return
+        refused = cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal)
+        return ctx.issue_command(refused)
     actor = _create_actor(state, event, known)
     add_actor(state, actor)
     ctx.end_command(keys.restart_key(event.name))
@@ -136,7 +135,7 @@ def _create_actor(state: State, event: ev.ActorJoined, known: ActorState | None)
 
 def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str | None:
     """Return why this process may not join; None: it may."""
-    if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
+    if event.role not in ACTOR_ROLES or event.name in (Role.COORDINATOR, Role.STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
     one = ROLE_TABLE[event.role].place == Place.EACH
     if one and event.name != broadcast.name_of(event.role, event.node):

@@ -373,9 +373,8 @@ def name_of(role: str, node: str) -> str:
 
 def can_work(state: State) -> bool:
     """Return whether a replica can work, now or once it or its machine's relay is back."""
-    if state.phase == Phase.STARTING and any(
-        map(state.is_actor_alive, indexes_of(state).roles.get(Role.ROLLOUT, ()))
-    ):
+    replicas = indexes_of(state).roles.get(Role.ROLLOUT, ())
+    if state.phase == Phase.STARTING and any(map(state.is_actor_alive, replicas)):
         return True
     if any(
         replica.relay in state.relays or keys.rejoin_timer(replica.relay) in state.timers
@@ -383,7 +382,6 @@ def can_work(state: State) -> bool:
         if state.is_actor_alive(replica.name)
     ):
         return True
-    replicas = indexes_of(state).roles.get(Role.ROLLOUT, ())
     return any(keys.rejoin_timer(name) in state.timers for name in replicas)
 
 
