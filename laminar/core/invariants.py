@@ -31,10 +31,10 @@ from laminar.core.state.transitions import IN_ENGINE
 from laminar.core.steps.batching import are_steps_done, batch_size, is_trainer_idle
 from laminar.core.versions.broadcast import is_run_ending
 from laminar.events import commands as cmd
-from laminar.events.base import Command
+from laminar.events.base import Command, get_tag
 from laminar.names import ids
 from laminar.names.ids import Purpose
-from laminar.names.roles import Role
+from laminar.names.roles import Role, find_roles
 
 
 def check_invariants(state: State) -> None:
@@ -113,14 +113,16 @@ def batches_have_variance(state: State) -> None:
 
 
 def commands_have_living_owners(state: State) -> None:
-    """Check that no outstanding command is addressed to a fenced incarnation."""
+    """Check that each outstanding command has a living addressee, of a role that carries it out."""
     if state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED):
         return
     for key, outstanding in state.commands.items():
-        actor = state.actors.get(outstanding.command.to)
+        command = outstanding.command
+        actor = state.actors.get(command.to)
+        _require(actor is None or actor.role in find_roles(get_tag(command)), key)
         if actor is not None and actor.role != Role.NODE:
             present = actor.alive and actor.incarnation == outstanding.incarnation
-            _require(present or _is_kept_for_store(state, outstanding.command), key)
+            _require(present or _is_kept_for_store(state, command), key)
 
 
 def _is_kept_for_store(state: State, command: Command) -> bool:

@@ -73,10 +73,9 @@ def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
 def _restart_deadlines(ctx: Context) -> None:
     """Restart the deadlines of all that waited for the store, which can write again."""
     state = ctx.state
+    timeout_ms = END_TIMEOUT_MS + state.settings.disk_full_timeout_ms
     for key in _list_store_orders(state, ctx.stamped.peer):
-        ctx.set_timer(
-            keys.deadline_timer(key), END_TIMEOUT_MS + state.settings.disk_full_timeout_ms
-        )
+        ctx.set_timer(keys.deadline_timer(key), timeout_ms)
     for replica in state.replicas.values():
         replica.progress_ns = ctx.stamped.time_ns
 

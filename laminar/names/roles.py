@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
+from functools import cache
 
 
 class Role(StrEnum):
@@ -123,6 +124,7 @@ COMMON_TAGS = (
 """Events that each of ACTOR_ROLES reports, and commands that each carries out."""
 
 
+@cache
 def find_roles(tag: str) -> tuple[Role, ...]:
     """Return the roles that report this event or carry out this command, by its tag."""
     if tag in COMMON_TAGS:
