@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -170,12 +171,12 @@ def train(
     run_dir = place_of(wanted, move_old)
     ways = argparse.Namespace(dry_run=False, prepare=False, resume=None, move_old=move_old)
     over = run_training(wanted, run_dir, ways, console=Terminal(quiet=quiet))
-    reason = over.reason or f"the run ended with exit code {over.code}"
+    reason = over.failure.sentence if over.failure else f"the run ended with code {over.code}"
     if over.code == exit_codes.PAUSED:
         reason = f"the run is paused; `{shell_command('train', '--resume', run_dir)}` resumes it"
     if over.code == exit_codes.USER_ERROR:
         raise ConfigError(reason)
-    if over.code == exit_codes.STOPPED_EARLY and "SIGINT" in reason:
+    if over.failure and over.failure.subject == signal.SIGINT.name:
         raise KeyboardInterrupt
     if over.code != exit_codes.COMPLETE:
         raise RunFailed(reason, open_run(run_dir))

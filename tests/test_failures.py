@@ -35,9 +35,9 @@ def ends(name: str, *, machines: int = 2, save_freq: int = 20) -> bool:
         bench.silent(name)
     else:
         bench.kill(name)
-    assert bench.state.phase == (Phase.RUNNING if save_freq else Phase.ENDING)
+    assert bench.state.run.phase == (Phase.RUNNING if save_freq else Phase.ENDING)
     bench.wait(bench.settings.start_timeout_ms + 1)
-    return bench.state.phase != Phase.RUNNING
+    return bench.state.run.phase != Phase.RUNNING
 
 
 @pytest.mark.parametrize("role", ACTOR_ROLES)
@@ -61,7 +61,7 @@ def test_a_batch_and_a_prompt_that_end_processes_are_given_up() -> None:
     bench.start()
     bench.complete("0.0", "0.1")
     for death in range(1, read_value("core.steps.step_replay.DEATHS_MAX") + 1):
-        assert bench.state.phase == Phase.RUNNING, death
+        assert bench.state.run.phase == Phase.RUNNING, death
         bench.kill("trainer-0")
         bench.come_back("trainer-0", boot=f"again-{death}")
-    assert bench.state.phase == Phase.ENDING
+    assert bench.state.run.phase == Phase.ENDING

@@ -14,7 +14,6 @@ import pytest
 
 import laminar
 from laminar.config import dump_config, load_config
-from laminar.names import exit_codes
 from tools.kit.run_directory import make_run, world_log
 
 MODEL = Path(__file__).parents[1] / "configs/models/spell-0.6m"
@@ -115,23 +114,23 @@ def test_training_returns_the_run_or_raises_its_reason(
 
 def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from laminar.coordinator.restarts import GiveUp
+    from laminar.core.state.failures import FailureKind
     from laminar.launch import train as command
 
     ends = {
-        exit_codes.FAILED: laminar.RunFailed,
-        exit_codes.CRASHED: laminar.RunFailed,
-        exit_codes.USER_ERROR: laminar.ConfigError,
+        FailureKind.NO_SCORES: laminar.RunFailed,
+        FailureKind.CRASHED: laminar.RunFailed,
+        FailureKind.USER_MISTAKE: laminar.ConfigError,
     }
     config = run_dir / "config.toml"
-    for code, kind in ends.items():
-        monkeypatch.setattr(
-            command, "run_training", lambda *_, code=code, **__: GiveUp(code, "no room")
-        )
+    for failure, kind in ends.items():
+        over = GiveUp.after(failure, "reward", "no room")
+        monkeypatch.setattr(command, "run_training", lambda *_, over=over, **__: over)
         monkeypatch.setattr(command, "place_of", lambda *_: run_dir)
         with pytest.raises(kind, match="no room") as raised:
             laminar.train(config=config)
         assert kind is laminar.ConfigError or raised.value.run.directory == run_dir
-    over = GiveUp(exit_codes.STOPPED_EARLY, "stopped at once: SIGINT")
+    over = GiveUp.after(FailureKind.STOPPED, "SIGINT")
     monkeypatch.setattr(command, "run_training", lambda *_, **__: over)
     with pytest.raises(KeyboardInterrupt):
         laminar.train(config=config)

@@ -23,7 +23,6 @@ LONGER = {
     "tools/simulator/faults/faults.py Faults": 310,
     "tools/simulator/runtime/boot.py Boot": 270,
     "tools/simulator/runtime/coordinator.py SimCoordinator": 330,
-    "tools/simulator/scenario.py draw": 70,
     "storage/handlers.py Handlers": 260,
     "storage/tables.py Tables": 300,
     "weights/chain/receiver.py Receiver": 340,

@@ -134,7 +134,8 @@ class Scorer:
         if row.status == "open":
             return self._report_continued(order, item, len(row.contexts))
         if row.status == "rewarded":
-            found = RewardResult(row.reward, row.reward_reason or "ok", "", dict(row.extras))
+            reason = row.reward_reason or RewardOutcome.OK
+            found = RewardResult(row.reward, reason, "", dict(row.extras))
             return self._report_rewarded(order, item, row, _make_stored_reward(row), found)
         await self.host.hit_failpoint("rollout-score")
         try:
@@ -229,7 +230,7 @@ class Scorer:
         result: RewardResult,
     ) -> None:
         """Report the stored reward, which may be an earlier one than `result`."""
-        reason = stored.reward_reason or "ok"
+        reason = stored.reward_reason or RewardOutcome.OK
         if stored.reward is None:
             return self._report_failed(
                 order, item, FailureReason.UNSCORED, "no reward function could score it"
@@ -243,7 +244,7 @@ class Scorer:
             reason=RewardOutcome(reason),
             num_tokens=len(row.tokens) // 4,
             detail=""
-            if reason == "ok"
+            if reason == RewardOutcome.OK
             else self._log_first_failures(order, item, reason, result.detail),
             truncated=truncated,
             ended_by=_ended_by(stored),

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
+from laminar.events.families import Message
 from laminar.net.calls import FLUSH_S, Client
 from laminar.storage import messages as store
 from laminar.weights import messages as relay
 
 RPC_TIMEOUT_S = 120.0  #: timeout of a request; a local server that is silent for two minutes hangs
 
-StoreAnswer = TypeVar("StoreAnswer", bound=store.Message)
-RelayAnswer = TypeVar("RelayAnswer", bound=relay.RelayMessage)
+Answer = TypeVar("Answer", bound=Message)
 
 
 class TokensRemoved(RuntimeError):
@@ -40,7 +40,7 @@ class StoreClient:
     async def close(self, flush_s: float = FLUSH_S) -> None:
         await self._rpc.close(flush_s)
 
-    async def send_request(self, request: store.Request, answer: type[StoreAnswer]) -> StoreAnswer:
+    async def send_request(self, request: store.Request, answer: type[Answer]) -> Answer:
         reply = store.decode_reply(await self._rpc.call(store.encode(request), self._timeout_s))
         if not isinstance(reply, answer):
             raise RuntimeError(f"the store answered {type(request).__name__} with {reply!r:.200}")
@@ -92,8 +92,8 @@ class RelayClient:
         await self._rpc.close(flush_s)
 
     async def send_request(
-        self, request: relay.Request, *answers: type[RelayAnswer], timeout_s: float = RPC_TIMEOUT_S
-    ) -> RelayAnswer:
+        self, request: relay.Request, *answers: type[Answer], timeout_s: float = RPC_TIMEOUT_S
+    ) -> Answer:
         """Return the answer of the relay, or of its successor after a restart.
 
         RpcError if it refuses, TimeoutError.

@@ -17,23 +17,23 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import uvloop
 
 from laminar.cli.arguments import CommandParser
-from laminar.config import Config, ConfigError
-from laminar.coordinator.exit_reason import describe_error, get_exit_code
+from laminar.config import Config, ConfigError, replace_keys
+from laminar.coordinator.exit_reason import find_failure
 from laminar.coordinator.loop import Coordinator
 from laminar.coordinator.takeover import ResumeRequest, check_unserved
+from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.state import State
 from laminar.eventlog.replay import Observer
 from laminar.events.base import Command, Stamped
-from laminar.names import exit_codes
 from laminar.names.ports import DiskError
 from laminar.net.addresses import own_ip
 from laminar.net.auth import RunKeys
@@ -72,14 +72,13 @@ def main() -> None:
     add_child_option(parser)
     parser.add_argument("--turns-fd", type=int, default=None, help=argparse.SUPPRESS)
     try:
-        code = _run(parser.parse_args())
+        sys.exit(_run(parser.parse_args()))
     except KeyboardInterrupt:
-        code = exit_codes.STOPPED_EARLY
-        print_last_line("laminar-coord: interrupted before the start")
+        failure = Failure(FailureKind.STOPPED_EARLY, signal.SIGINT.name)
     except Exception as error:
-        code = get_exit_code(error)
-        print_last_line(f"laminar-coord: {describe_error(error)}")
-    sys.exit(code)
+        failure = find_failure(error)
+    print_last_line(f"laminar-coord: {failure.sentence}")
+    sys.exit(failure.kind.record.exit_code)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -101,9 +100,10 @@ def _run(arguments: argparse.Namespace) -> int:
     except Exception as failed:
         reason = lock.find_lost_reason()  # a missing directory causes other failures, too
         error = ConfigError(reason) if reason else failed
-        code = get_exit_code(error)
-        trace = error if code == exit_codes.CRASHED else None
-        get_logger().error("ended", exit_code=code, reason=describe_error(error), exc_info=trace)
+        failure = find_failure(error)
+        trace = error if failure.kind == FailureKind.CRASHED else None
+        fields = {"failure": failure.sentence, "failure_kind": failure.kind}
+        get_logger().error("ended", **fields, exc_info=trace)
         raise error from None
     finally:
         lock.close()
@@ -112,8 +112,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _resolve_host(config: Config) -> Config:
     """Resolve coordinator.host to this machine's address, for all servers that use it."""
     ip = own_ip(config.coordinator.host, "coordinator.host")
-    coordinator = msgspec.structs.replace(config.coordinator, host=ip)
-    return msgspec.structs.replace(config, coordinator=coordinator)
+    return replace_keys(config, {"coordinator.host": ip})
 
 
 def _load_keys(run_dir: Path, *, resume: bool) -> RunKeys:

@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from laminar.cli.submit import check_accepted, check_shared, load_slurm_config
 from laminar.cli.train import take_train_settings
 from laminar.cluster.doctor_two_nodes import (
@@ -38,7 +36,7 @@ from laminar.cluster.doctor_two_nodes import (
     run_check,
 )
 from laminar.cluster.job_scripts import scripts_of
-from laminar.config import Config, ConfigError, load_config
+from laminar.config import Config, ConfigError, load_config, replace_keys
 from laminar.config.tree import RunConfig, SlurmConfig
 from laminar.engines.check import count_gpus
 from laminar.engines.environment import check_driver, list_gpus
@@ -121,7 +119,7 @@ def _check_as_task(directory: Path, rank: int) -> list[Found]:
         return found
     os.environ["HF_HUB_OFFLINE"] = "1"  # as on a machine of a cluster
     config, name = run_config(directory), own_name()
-    one = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, nodes=1))
+    one = replace_keys(config, {"run.nodes": 1})
     checks: list[tuple[str, Check]] = [("memory", partial(_check_memory, one))]
     if config.slurm.gpus:
         checks.append(("GPUs", partial(_check_machine, one)))

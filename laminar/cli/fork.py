@@ -21,15 +21,15 @@ import msgspec
 
 from laminar.analysis.log.run_log import replay_log
 from laminar.cli.train import add_ways, take_train_settings
-from laminar.config import Config, ConfigError, load_config
+from laminar.config import Config, ConfigError, flatten_config, load_config
 from laminar.config.algorithm_rules import list_user_functions
 from laminar.core.state.forks import order_of
-from laminar.core.state.state import State, StepRecord
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus
+from laminar.core.state.steps import StepRecord
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.of_coordinator import ForkOrigin
-from laminar.launch.resume_check import values_of
 from laminar.launch.train import ForkStart, place_of, run_training
 from laminar.names.ids import GroupId, Purpose
 from laminar.run.directory import (
@@ -115,7 +115,7 @@ def _check_fork(before: Config, config: Config, run: Path, step: int) -> None:
     """Raise ConfigError if the checkpoint cannot be used with this config."""
     if config.model.name != before.model.name or config.is_emulated != before.is_emulated:
         key = "model.name" if config.model.name != before.model.name else "rollout.engine"
-        old, new = values_of(before)[key], values_of(config)[key]
+        old, new = flatten_config(before)[key], flatten_config(config)[key]
         raise ConfigError(
             f"{key} = {new!r} differs from {old!r} of {run}, and a fork keeps the model; to start "
             "with another model, use laminar train"
@@ -135,7 +135,7 @@ def _check_fork(before: Config, config: Config, run: Path, step: int) -> None:
 
 def _check_adapters(before: Config, config: Config, run: Path) -> None:
     for key in ("lora.rank", "lora.alpha", "lora.target_modules"):
-        old, new = values_of(before)[key], values_of(config)[key]
+        old, new = flatten_config(before)[key], flatten_config(config)[key]
         if old != new and (before.lora.rank or config.lora.rank):
             raise ConfigError(
                 f"{key} = {new!r} differs from {old!r} of {run}, and a fork keeps the adapters: "
@@ -158,7 +158,7 @@ def _read_origin(before: Config, run: Path, directory: Path) -> ForkOrigin:
 
 
 def _list_changes(before: Config, config: Config) -> Iterator[str]:
-    old, new = values_of(before), values_of(config)
+    old, new = flatten_config(before), flatten_config(config)
     for key, value in new.items():
         if value != old.get(key) and key != "run.name":
             yield f"{key} = {value!r}, was {old.get(key)!r}"
@@ -234,18 +234,18 @@ class _StateReader:
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if isinstance(stamped.event, ev.DataLoaded):
             self.data = self.data or stamped.event.digest
-        known = state.num_train >= 0 and bool(state.trained)
-        if self.trained is not None or not known or state.steps_completed != self._step:
+        known = state.data.num_train >= 0 and bool(state.steps.trained)
+        if self.trained is not None or not known or state.steps.completed != self._step:
             return
-        self.trained = state.trained[-1]
-        self.num_train, self.cursor = state.num_train, state.cursor
-        self.order = order_of(state, state.cursor // state.num_train)
+        self.trained = state.steps.trained[-1]
+        self.num_train, self.cursor = state.data.num_train, state.data.cursor
+        self.order = order_of(state, state.data.cursor // state.data.num_train)
         self.unfinished = _find_unfinished(state)
 
 
 def _find_unfinished(state: State) -> dict[GroupId, int]:
     """Return the prompts in progress, and those of an origin not handed out again yet."""
-    groups = state.groups.values()
+    groups = state.work.groups.values()
     training = [g for g in groups if g.purpose == Purpose.TRAIN and g.status != GroupStatus.ENDING]
     found = {g.id: g.row_index for g in sorted(training, key=lambda g: g.order)}
-    return found | state.unfinished_prompts
+    return found | state.data.unfinished_prompts

@@ -16,6 +16,7 @@ from typing import Any
 
 from laminar.analysis.report.samples import Sample, SampleFilter, find_samples
 from laminar.cli.log import parse_positive
+from laminar.events.reasons import RewardOutcome
 from laminar.launch.emulated_note import list_notes
 from laminar.launch.exit_handling import print_error
 from laminar.run.directory import run_config
@@ -135,8 +136,8 @@ def _describe_use(sample: Sample) -> str:
 def _format_reward(sample: Sample) -> str:
     """Return the reward of a sample, with the error, if any."""
     reward = "-" if sample.reward is None else f"{sample.reward:.4g}"
-    reason = sample.row.reward_reason or "ok"
-    failed = "" if reason == "ok" else f"  reward FAILED: {reason}"
+    reason = sample.row.reward_reason or RewardOutcome.OK
+    failed = "" if reason == RewardOutcome.OK else f"  reward FAILED: {reason}"
     return reward + failed + (f", {sample.row.reward_detail}" if sample.row.reward_detail else "")
 
 

@@ -109,7 +109,7 @@ def _run_service(
                 config, lock, console, asked, asking=ResumeRequest.RESUME_STOPPED, nodes=[SERVICE]
             ).run()
             code = over.code
-            if code != exit_codes.USER_ERROR or over.reason:  # else the coordinator has reported it
+            if code != exit_codes.USER_ERROR or over.failure:  # else the coordinator has said so
                 code = report_end(run_dir, console, over).code
     finally:
         job.service_ended(code, asked.reason)

@@ -14,10 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.report.summary import summary_of
+from laminar.analysis.report.summary import RunReplay, summarize_replay
 from laminar.config import ConfigError
 from laminar.coordinator.restarts import GiveUp
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.statuses import Phase
+from laminar.events.base import COORDINATOR
 from laminar.launch.panel import ProgressPanel
 from laminar.launch.terminal import Terminal
 from laminar.launch.train import summary_lines
@@ -65,11 +67,10 @@ def run_watch(arguments: argparse.Namespace) -> int:
 def _format_end(run_dir: Path) -> list[str]:
     """Return the last lines, as in `laminar train`; a killed run has no recorded reason."""
     try:
-        summary = summary_of(run_dir)
+        run = RunReplay(run_dir)
     except ConfigError as error:
         return [f"no process of the run is alive, and it has no summary: {error}"]
-    code = summary["exit_code"]
-    if code is None:
-        gone = "all its processes are gone"
-        return summary_lines(summary, run_dir, GiveUp(exit_codes.CRASHED, gone))
-    return summary_lines(summary, run_dir, GiveUp(code))
+    over = GiveUp(run.state.run.exit_code, run.state.run.failed)
+    if run.state.run.phase != Phase.ENDED:
+        over = GiveUp.after(FailureKind.CRASHED, COORDINATOR, "all its processes are gone")
+    return summary_lines(summarize_replay(run), run_dir, over)

@@ -8,7 +8,15 @@ coordinator stay light.
 
 from laminar.config.algorithm import AlgorithmConfig
 from laminar.config.keys import ConfigError, known_keys
-from laminar.config.reading import dump_config, is_key, load_config, read_toml, resolve_config
+from laminar.config.reading import (
+    dump_config,
+    flatten_config,
+    is_key,
+    load_config,
+    read_toml,
+    replace_keys,
+    resolve_config,
+)
 from laminar.config.training import OptimConfig
 from laminar.config.tree import Config, DataConfig, RewardConfig, WeightedFunctionConfig
 
@@ -21,9 +29,11 @@ __all__ = [
     "RewardConfig",
     "WeightedFunctionConfig",
     "dump_config",
+    "flatten_config",
     "is_key",
     "known_keys",
     "load_config",
     "read_toml",
+    "replace_keys",
     "resolve_config",
 ]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from laminar.config.deciding import Decides
 from laminar.config.declaring import Natural, NonNegative, Section, Share, doc, path_form
 
 LossAggMode = Literal[
@@ -61,11 +62,20 @@ class FilterGroupsConfig(Section, frozen=True, kw_only=True):
     enable: Annotated[
         bool, doc("true: replace a prompt whose responses are all alike by another")
     ] = False
-    metric: Annotated[Literal["score", "acc"], doc("compared values; acc: correctness")] = "score"
+    metric: Annotated[
+        Literal["score", "acc"],
+        doc("compared values; acc: correctness"),
+        Decides("filter_metric", absent=""),
+    ] = "score"
     max_num_gen_batches: Annotated[
         Natural,
         doc("batches of such prompts in a row that end the run; 0: only the end of the data does"),
+        Decides("filter_batches", absent=0),
     ] = 10
+
+    @property
+    def is_used(self) -> bool:
+        return self.enable
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
@@ -108,6 +118,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
             "deadline | priority | your function as path.py:name: which prompts make a batch; see "
             "docs/training.md"
         ),
+        Decides(),
     ] = "deadline"
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()

@@ -34,3 +34,8 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections: immutable, keyword-only, strict."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the section's keys decide anything; else `Settings` has their `absent` values."""
+        return True

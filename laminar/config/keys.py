@@ -32,9 +32,9 @@ class Key(NamedTuple):
 
 
 @cache
-def list_sections() -> dict[str, type[msgspec.Struct]]:
-    """Return the sections by dotted name, in the order of the tree; Config itself is ""."""
-    found: dict[str, type[msgspec.Struct]] = {"": Config}
+def list_sections(root: type[Config] = Config) -> dict[str, type[msgspec.Struct]]:
+    """Return the sections by dotted name, in the order of the tree; the root itself is ""."""
+    found: dict[str, type[msgspec.Struct]] = {"": root}
 
     def walk(struct: type[msgspec.Struct], prefix: str) -> None:
         hints = get_type_hints(struct)
@@ -44,19 +44,19 @@ def list_sections() -> dict[str, type[msgspec.Struct]]:
                 found[prefix + field.encode_name] = kind
                 walk(kind, f"{prefix}{field.encode_name}.")
 
-    walk(Config, "")
+    walk(root, "")
     return found
 
 
 @cache
-def known_keys() -> dict[str, Key]:
+def known_keys(root: type[Config] = Config) -> dict[str, Key]:
     """Return every dotted key with its declaration, in the order of the tree."""
     found: dict[str, Key] = {}
-    for section, struct in list_sections().items():
+    for section, struct in list_sections(root).items():
         hints = get_type_hints(struct, include_extras=True)
         for field in msgspec.structs.fields(struct):
             key = f"{section}.{field.encode_name}".lstrip(".")
-            if key not in list_sections():
+            if key not in list_sections(root):
                 found[key] = _parse_declaration(hints[field.name])
     return found
 

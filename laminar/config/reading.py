@@ -48,13 +48,13 @@ def load_config(
     config.toml of a run, read before all others; its paths are not resolved. `defaults`: fallback
     values by dotted key."""
     flat = dict(defaults or {})
-    flat |= _flatten_tables(read_toml(resolved), str(resolved)) if resolved is not None else {}
+    flat |= flatten_tables(read_toml(resolved), str(resolved)) if resolved is not None else {}
     sources: dict[str, Path | None] = {}
     for file in map(Path, files):
-        found = _flatten_tables(read_toml(file), str(file))
+        found = flatten_tables(read_toml(file), str(file))
         flat |= found
         sources |= dict.fromkeys(found, file)
-    given = dict(map(parse_override, overrides)) | _flatten_tables(settings or {}, "")
+    given = dict(map(parse_override, overrides)) | flatten_tables(settings or {}, "")
     flat = _check_values(flat | given)
     sources |= dict.fromkeys(given)
     must_be = flat.get("rollout.engine") != "emulated"
@@ -77,7 +77,8 @@ def _check_values(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {key: check_value(key, value, keys[key]) for key, value in flat.items()}
 
 
-def _build_tree(flat: Mapping[str, Any]) -> Config:
+def nest_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested tables of dotted keys."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         node = tree
@@ -85,7 +86,11 @@ def _build_tree(flat: Mapping[str, Any]) -> Config:
         for part in parents:
             node = node.setdefault(part, {})
         node[leaf] = value
-    config = _resolve_policy(msgspec.convert(tree, Config))
+    return tree
+
+
+def _build_tree(flat: Mapping[str, Any]) -> Config:
+    config = _resolve_policy(msgspec.convert(nest_keys(flat), Config))
     check_together(config)
     if (chars := len(dump_config(config))) > CONFIG_CHARS_MAX:
         raise ConfigError(
@@ -101,13 +106,22 @@ def _resolve_policy(config: Config) -> Config:
     if config.repack.policy != "auto":
         return config
     packs = config.total_replicas > 1 and not config.rollout.in_flight
-    repack = msgspec.structs.replace(config.repack, policy="gain" if packs else "off")
-    return msgspec.structs.replace(config, repack=repack)
+    return replace_keys(config, {"repack.policy": "gain" if packs else "off"})
 
 
 def dump_config(config: Config) -> str:
     """Return the resolved tree as TOML; loading it gives the same Config."""
     return tomli_w.dumps(msgspec.to_builtins(config))
+
+
+def flatten_config(config: Config) -> dict[str, Any]:
+    """Return every setting by its dotted key."""
+    return flatten_tables(msgspec.to_builtins(config), "")
+
+
+def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the config with other values, by dotted key, unchecked by rules over several keys."""
+    return msgspec.convert(nest_keys(flatten_config(config) | dict(changes)), Config)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -124,9 +138,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
 
 
-def _flatten_tables(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+def flatten_tables(
+    tree: Mapping[str, Any], source: str, root: type[Config] = Config
+) -> dict[str, Any]:
     """Flatten nested tables to dotted keys; tables below a dict-typed key stay values."""
-    keys = known_keys()
+    keys = known_keys(root)
     flat: dict[str, Any] = {}
 
     def walk(node: Mapping[str, Any], prefix: str) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from laminar.config.deciding import Decides
 from laminar.config.declaring import (
     Count,
     Device,
@@ -47,7 +48,10 @@ class ValKwargsConfig(Section, frozen=True, kw_only=True):
     """Sampling of the evaluation prompts."""
 
     n: Annotated[
-        Count, Meta(le=1_024), doc("responses to each prompt; several need a temperature")
+        Count,
+        Meta(le=1_024),
+        doc("responses to each prompt; several need a temperature"),
+        Decides("eval_answers", absent=1),
     ] = 1
     temperature: Annotated[NonNegative, doc("0: greedy")] = 0.0
 
@@ -62,7 +66,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         Natural | Literal["auto"],
         doc("the same on the machine that has store and trainer; auto: as on the others"),
     ] = "auto"
-    group_size: Annotated[Count, Meta(le=GROUP_SIZE_MAX), doc("responses to one prompt")] = 8
+    group_size: Annotated[
+        Count, Meta(le=GROUP_SIZE_MAX), doc("responses to one prompt"), Decides()
+    ] = 8
     max_num_seqs: Annotated[Count, doc("sequences of a replica; default of vLLM: 64 to 512")] = 64
     max_model_len: Annotated[
         int, doc("0: max_prompt_length + max_response_length (+ env.max_context_tokens)")
@@ -100,7 +106,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     dtype: Annotated[Dtype, doc("the replicas' type; auto: weights.dtype")] = "auto"
     threads: Annotated[Count, doc("torch threads of one replica on a CPU")] = 1
     start_timeout_s: Annotated[
-        Seconds, doc("timeout for an engine to get ready; then its process is restarted")
+        Seconds, doc("an engine's start; then its process is restarted"), Decides("engine_start_ms")
     ] = 900.0
     decode_budget_ms: Annotated[
         Count | Literal["none"], doc("with repack: the longest decode step of a packed replica")
@@ -116,11 +122,18 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     vllm: VllmConfig = VllmConfig()
 
     @property
-    def in_flight(self) -> bool:
-        """Whether replicas load newer weights while they run."""
+    def in_flight(self) -> Annotated[bool, Decides(absent=False)]:
+        """Whether replicas load newer weights while they run, and running responses continue."""
         return self.weight_update == "in-flight"
 
     @property
-    def streams(self) -> bool:
+    def streams(self) -> Annotated[bool, Decides("stream", absent=False)]:
         """Whether a replica without weights loads those that are still arriving."""
         return self.load == "stream" or (self.load == "auto" and self.engine == "torch")
+
+    @property
+    def stall_ms(self) -> Annotated[int, Decides()]:
+        """Time without a sampled token after which an engine with work is considered hung.
+
+        A long prefill of a large model on a CPU stays below it."""
+        return 120_000

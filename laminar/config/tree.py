@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from laminar.config.algorithm import AlgorithmConfig
+from laminar.config.deciding import Decides
 from laminar.config.declaring import (
     Count,
     Device,
@@ -98,17 +99,17 @@ class DataConfig(Section, frozen=True, kw_only=True):
         bool, doc("true: leave longer prompts out; false: the run does not start with one")
     ] = False
     train_batch_size: Annotated[
-        Count, doc("prompts of one training step, each with group_size responses")
+        Count, doc("prompts of a step, each with group_size responses"), Decides("groups_per_step")
     ] = 16
     drop_last: Annotated[
-        bool, doc("false: prompts left over at the end of the data are a last, smaller batch")
+        bool, doc("false: prompts left over at the end are a last, smaller batch"), Decides()
     ] = False
-    shuffle: Annotated[bool, doc("true: a new order in every epoch")] = True
+    shuffle: Annotated[bool, doc("true: a new order in every epoch"), Decides()] = True
 
 
 class AsyncConfig(Section, frozen=True, kw_only=True):
     max_staleness: Annotated[
-        Natural, doc("training steps by which a sample's weights may be behind; 0: on-policy")
+        Natural, doc("steps by which a sample's weights may be behind; 0: on-policy"), Decides()
     ] = 2
 
 
@@ -158,6 +159,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     scope: Annotated[
         Literal["auto", "trajectory", "group"],
         doc("what one call scores: one response, or all responses to a prompt"),
+        Decides("reward_scope"),
     ] = "auto"
     workers: Annotated[Count, doc("worker processes of each replica")] = 1
     timeout_s: Annotated[Seconds, doc("the longest call of the reward function")] = 30.0
@@ -172,6 +174,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
             "the run ends when a larger share of the last 4 x train_batch_size x group_size calls "
             "failed; 1: never"
         ),
+        Decides("max_error_permille"),
     ] = 0.5
     trial: Annotated[bool, doc("true: try reward, and reset, on three rows first")] = True
     custom_reward_function: RewardFunctionConfig = RewardFunctionConfig()
@@ -197,31 +200,39 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     tool_timeout_s: Annotated[Seconds, doc("the longest call of a tool; then it is killed")] = 30.0
     memory_mb: Annotated[Natural, doc("memory of each process of a session; 0: no limit")] = 4_096
     unsafe_local_code: Annotated[bool, doc("let code of the model run without a sandbox")] = False
-    turn_timeout_s: Annotated[Seconds, doc("time limit of all calls of one turn")] = 120.0
+    turn_timeout_s: Annotated[
+        Seconds, doc("time limit of all calls of one turn"), Decides(absent=0)
+    ] = 120.0
     trajectory_timeout_s: Annotated[Seconds, doc("time limit of all calls of a response")] = 300.0
     tools: Annotated[
         str, doc("the JSON schemas of the tools, as the class declares them when a run starts")
     ] = ""
 
+    @property
+    def is_used(self) -> bool:
+        return bool(self.path)
+
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
-    total_training_steps: Annotated[Natural, doc("0: total_epochs passes over the data")] = 0
-    total_epochs: Annotated[Count, doc("used when total_training_steps is 0")] = 1
+    total_training_steps: Annotated[
+        Natural, doc("0: total_epochs passes over the data"), Decides("total_steps")
+    ] = 0
+    total_epochs: Annotated[Count, doc("used when total_training_steps is 0"), Decides()] = 1
     test_freq: Annotated[
-        Natural, doc("steps from one evaluation to the next; 0: only the first and the last")
+        Natural, doc("steps from one evaluation to the next; 0: only first and last"), Decides()
     ] = 0
     critic_warmup: Annotated[
         Natural, doc("first steps that train the critic alone, and leave the policy as it is")
     ] = 0
-    save_freq: Annotated[Natural, doc("steps from one checkpoint to the next; 0: none")] = 20
+    save_freq: Annotated[Natural, doc("steps between checkpoints; 0: none"), Decides(absent=0)] = 20
     save_minutes: Annotated[
         NonNegative, doc("longest time from one checkpoint to the next; 0: save_freq alone counts")
     ] = 10.0
     max_ckpt_to_keep: Annotated[Natural, doc("newest checkpoints that are kept; 0: all")] = 2
     max_nonfinite_updates: Annotated[
-        Natural, doc("updates with a non-finite gradient, in a row, that end the run; 0: never")
+        Natural, doc("non-finite updates in a row that end the run; 0: never"), Decides(absent=0)
     ] = 10
-    val_before_train: Annotated[bool, doc("evaluate the model before the first step")] = True
+    val_before_train: Annotated[bool, doc("evaluate before the first step"), Decides()] = True
     micro_batch_tokens: Annotated[
         Count, doc("tokens of one forward and backward pass, padding included")
     ] = 16_384
@@ -239,6 +250,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
             "longest wait for a batch: then the trajectory it lacks is resumed elsewhere, or "
             "given up"
         ),
+        Decides(),
     ] = 600.0
     logger: Annotated[
         list[Literal["tensorboard", "wandb", "prometheus"]],
@@ -316,13 +328,13 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
         int, doc("a process without a coordinator ends after this")
     ] = 600_000
     start_timeout_s: Annotated[
-        float, Meta(ge=1), doc("the run ends if a process does not join within this time")
+        float, Meta(ge=1), doc("the run ends if a process does not join in this time"), Decides()
     ] = 300.0
     log_keep_mb: Annotated[
         Natural, doc("0: the whole event log, as audit, report, retrain, fork and log why need it")
     ] = 0
     disk_full_timeout_s: Annotated[
-        NonNegative, doc("the run waits so long for a disk that is full or fails, then it ends")
+        NonNegative, doc("wait for a full or failing disk; then the run ends"), Decides(absent=0)
     ] = 300.0
 
 
@@ -335,22 +347,32 @@ class RepackConfig(Section, frozen=True, kw_only=True):
             "gain: where it saves time; best-fit: wherever it fits; auto: gain with two replicas "
             "or more, unless in flight"
         ),
+        Decides("repack_policy", absent=""),
     ] = "auto"
     interval_ms: Annotated[
-        Count, doc("interval between plans; a plan is also made for each new version")
+        Count,
+        doc("interval between plans; a plan is also made for each new version"),
+        Decides("repack_interval_ms", absent=0),
     ] = 5_000
     release_timeout_ms: Annotated[
         Count,
         doc("a replica hands its trajectories over in this time, or they move from saved tokens"),
+        Decides("repack_release_timeout_ms", absent=0),
     ] = 2_000
     prefill_tokens_per_step: Annotated[
-        Count, doc("tokens prefilled in the time of one decode step")
+        Count,
+        doc("tokens prefilled in the time of one decode step"),
+        Decides("repack_prefill_tokens", absent=0),
     ] = 512
+
+    @property
+    def is_used(self) -> bool:
+        return self.policy != "off"
 
 
 class RecoveryConfig(Section, frozen=True, kw_only=True):
     resume_timeout_ms: Annotated[
-        Natural, doc("a lost trajectory waits so long for its version, then starts over")
+        Natural, doc("a lost trajectory waits so long for its version, then starts over"), Decides()
     ] = 10_000
     max_restarts: Annotated[Natural, doc("restarts of one process within restart_window_s")] = 3
     restart_window_s: Annotated[
@@ -416,10 +438,10 @@ class EmulationConfig(Section, frozen=True, kw_only=True):
     weights_mb: Annotated[Count, doc("MiB of one version, really published and read")] = 8
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(Section, frozen=True, kw_only=True):
     """The whole tree. `async` is a Python keyword: key `async`, attribute `async_`."""
 
-    seed: Annotated[Natural, doc("the seed of every random choice: prompts, sampling, batches")] = 0
+    seed: Annotated[Natural, doc("seed of every choice: prompts, sampling, batches"), Decides()] = 0
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -475,19 +497,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     @property
-    def max_sessions(self) -> int:
+    def max_sessions(self) -> Annotated[int, Decides(absent=0)]:
         """The sessions of one replica: those that generate, and as many between two turns."""
+        if not self.env.path:
+            return 0
         rollout = self.rollout
         return self.env.max_sessions or 2 * (rollout.max_num_seqs + rollout.group_size)
 
     @property
-    def groups_per_version(self) -> int:
+    def groups_per_version(self) -> Annotated[int, Decides()]:
+        """New groups that one replica takes before it prefers newer weights; 0: no limit."""
+        if self.rollout.in_flight:
+            return 0
         return self.rollout.groups_per_version or (
             self.rollout.max_num_seqs // self.rollout.group_size
         )
 
     @property
-    def min_scored(self) -> int:
+    def min_scored(self) -> Annotated[int, Decides()]:
         """The rewarded siblings below which a group is dropped."""
         return self.algorithm.min_scored or max(
             self.least_siblings, -(-self.rollout.group_size // 2)

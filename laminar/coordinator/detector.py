@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from laminar.core.state.state import ActorState
+from laminar.core.state.members import ActorState
 from laminar.events.events import HeartbeatLost, NodeRecovered, NodeSilent
 from laminar.names.roles import ROLE_TABLE, Role
 

@@ -32,7 +32,7 @@ class StateHashes:
         """Log a hash every HASH_EVERY events, less often for a state that takes long to encode."""
         if state.seq % HASH_EVERY or state.seq % _get_hash_interval(state) or self._under_way:
             return
-        size = len(state.trajectories)
+        size = len(state.work.trajectories)
         if not self._background.can_run_inline(size):
             self._log.append(StateHashRecord(seq=state.seq, digest=HASH_FOLLOWS))
         self._under_way = True
@@ -50,4 +50,4 @@ class StateHashes:
 
 def _get_hash_interval(state: State) -> int:
     """Return HASH_EVERY, doubled with the size of the state, so that hashes take an equal share."""
-    return HASH_EVERY << (len(state.trajectories) // HASHED_OFTEN_MAX).bit_length()
+    return HASH_EVERY << (len(state.work.trajectories) // HASHED_OFTEN_MAX).bit_length()

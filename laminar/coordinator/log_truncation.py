@@ -46,7 +46,7 @@ def check_log(run_dir: Path, state: State) -> None:
         return
     events = run_dir / EVENTS_DIR
     raise ConfigError(
-        f"the event log {events} has lost its end: it has {state.steps_completed} completed steps, "
+        f"the event log {events} has lost its end: it has {state.steps.completed} completed steps, "
         f"but {'; '.join(ahead)}; restore the newest copy of {events}, or start another run with "
         f"model.name={_newest_model(run_dir)} to continue from the trained weights"
     )
@@ -64,7 +64,7 @@ def _find_ahead_in_store(run_dir: Path, state: State) -> Iterator[str]:
     try:
         with books.open_tables(run_dir / STORE_FILE) as tables:
             for name, placement, end in tables.iter_placements():
-                trajectory = state.trajectories.get(TrajectoryId(name))
+                trajectory = state.work.trajectories.get(TrajectoryId(name))
                 if trajectory is None:
                     if not _was_issued(state, name):
                         unknown.append(name)
@@ -90,20 +90,22 @@ def _was_issued(state: State, name: str) -> bool:
     held_out = _EVAL_GROUP.fullmatch(group)
     if held_out is None:
         pass_index, _, position = group.partition(".")
-        number = int(pass_index) * state.num_train + int(position)
+        number = int(pass_index) * state.data.num_train + int(position)
         return (
-            state.num_train > 0 and number < state.cursor and group not in state.unfinished_prompts
+            state.data.num_train > 0
+            and number < state.data.cursor
+            and group not in state.data.unfinished_prompts
         )
     index, place, attempt = int(held_out[1]), int(held_out[2]), int(held_out[3] or 1)
-    running = state.evaluation
+    running = state.evaluations.running
     if running is not None and running.index == index:
         return attempt <= running.attempts.get(place, 0)
-    return index < state.next_evaluation
+    return index < state.evaluations.next_index
 
 
 def _find_ahead_in_book(run_dir: Path, state: State) -> Iterator[str]:
     for line in read_book(run_dir)[0]:
-        if line.step >= state.batches_chosen or line.version >= state.next_version:
+        if line.step >= state.steps.chosen or line.version >= state.versions.next:
             yield (
                 f"{TRAINER_BOOK_FILE} has step {line.step + 1}, of version {line.version}, which "
                 "the log never ordered"
@@ -113,7 +115,7 @@ def _find_ahead_in_book(run_dir: Path, state: State) -> Iterator[str]:
 
 def _find_ahead_checkpoints(run_dir: Path, state: State) -> Iterator[str]:
     for path, step, version in _iter_checkpoints(run_dir):
-        if step > state.batches_chosen or version >= state.next_version:
+        if step > state.steps.chosen or version >= state.versions.next:
             yield (
                 f"{path.relative_to(run_dir)} was made by step {step}, of version {version}, "
                 "which the log never ordered"

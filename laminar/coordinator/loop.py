@@ -22,13 +22,11 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from laminar.analysis.log.story import last_lines
 from laminar.config import Config, ConfigError, dump_config
-from laminar.config.tree import RepackConfig
 from laminar.coordinator import takeover
 from laminar.coordinator.background import ForkedBackground
 from laminar.coordinator.exit_reason import ReplayDiffers
@@ -71,61 +69,6 @@ COMMANDS_BYTES_MAX = 256 << 20
 """The most bytes of commands that wait for one process.
 
 At the end of a run with a million open trajectories, 144 MB wait for the store."""
-STALL_MS = 120_000
-"""The time without a sampled token after which an engine with work is considered hung.
-
-A long prefill of a large model on a CPU stays below it."""
-
-
-def repack_settings(repack: RepackConfig) -> dict[str, Any]:
-    """Return the repack settings; none while it is off, for the decisions of older logs."""
-    if repack.policy == "off":
-        return {}
-    return {
-        "repack_policy": repack.policy,
-        "repack_interval_ms": repack.interval_ms,
-        "repack_release_timeout_ms": repack.release_timeout_ms,
-        "repack_prefill_tokens": repack.prefill_tokens_per_step,
-    }
-
-
-def make_settings(config: Config) -> Settings:
-    """Return the part of the configuration that decisions depend on."""
-    filtered = config.algorithm.filter_groups
-    return Settings(
-        seed=config.seed,
-        groups_per_step=config.data.train_batch_size,
-        group_size=config.rollout.group_size,
-        min_scored=config.min_scored,
-        max_staleness=config.async_.max_staleness,
-        groups_per_version=0 if config.rollout.in_flight else config.groups_per_version,
-        total_steps=config.trainer.total_training_steps,
-        total_epochs=config.trainer.total_epochs,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        test_freq=config.trainer.test_freq,
-        val_before_train=config.trainer.val_before_train,
-        batch_strategy=config.algorithm.batch_strategy,
-        reward_scope=config.reward.scope,
-        resume_timeout_ms=config.recovery.resume_timeout_ms,
-        batch_timeout_ms=int(config.trainer.batch_timeout_s * 1000),
-        start_timeout_ms=int(config.coordinator.start_timeout_s * 1000),
-        stall_ms=STALL_MS,
-        engine_start_ms=int(config.rollout.start_timeout_s * 1000),
-        disk_full_timeout_ms=int(config.coordinator.disk_full_timeout_s * 1000),
-        eval_answers=config.rollout.val_kwargs.n,
-        max_error_permille=round(config.reward.max_error_share * 1000),
-        save_freq=config.trainer.save_freq,
-        filter_metric=filtered.metric if filtered.enable else "",
-        filter_batches=filtered.max_num_gen_batches if filtered.enable else 0,
-        in_flight=config.rollout.in_flight,
-        stream=config.rollout.streams,
-        max_sessions=config.max_sessions if config.env.path else 0,
-        turn_timeout_ms=int(config.env.turn_timeout_s * 1000) if config.env.path else 0,
-        max_nonfinite_updates=config.trainer.max_nonfinite_updates,
-        rules=NEW_RUN,
-        **repack_settings(config.repack),
-    )
 
 
 def read_origin(run_dir: Path) -> ev.ForkOrigin | None:
@@ -239,7 +182,7 @@ class Coordinator:
         if not machine.started:
             return None
         check_log(self.run_dir, machine.state)
-        settings = make_settings(self.config)
+        settings = Settings.from_config(self.config, NEW_RUN)
         asked = self._asking.applies_to(self.run_dir, machine.state)
         return takeover.decide_resume(self.run_dir, machine.state, settings, asked=asked)
 
@@ -247,7 +190,7 @@ class Coordinator:
         self._incarnation = restored.incarnation
         text, settings, machine = (
             dump_config(self.config),
-            make_settings(self.config),
+            Settings.from_config(self.config, NEW_RUN),
             restored.replay.machine,
         )
         writer = take_over_log(
@@ -319,7 +262,7 @@ class Coordinator:
             if self._error is not None:
                 raise self._error
             await self._last_messages()
-            if not self.tick.machine.state.paused:
+            if not self.tick.machine.state.run.paused:
                 self._write_address(run_over=True)
         finally:
             self.socket.close()
@@ -328,12 +271,13 @@ class Coordinator:
         state = self.tick.machine.state
         self.log.info(
             "ended",
-            failure=state.failure,
-            exit_code=state.exit_code,
+            failure=state.run.failure,
+            failure_kind=state.run.failed.kind if state.run.failed is not None else None,
+            exit_code=state.run.exit_code,
             event_seq=state.seq,
             bad_frames=self.tick.bad_frames,
         )
-        return state.exit_code
+        return state.run.exit_code
 
     def report_event(self, event: Event) -> None:
         """Report an event of the coordinator itself, for the next turn."""
@@ -363,7 +307,7 @@ class Coordinator:
     def _handle_interrupt(self, name: str) -> None:
         """Drain at once on SIGQUIT, or on Ctrl-C when the run is already stopping."""
         machine = self.tick.machine
-        stopping = machine.started and machine.state.draining and not machine.state.pausing
+        stopping = machine.started and machine.state.run.draining and not machine.state.run.pausing
         at_once = stopping or name == signal.SIGQUIT.name
         self.report_event(ev.DrainRequested(reason=name, at_once=at_once))
 
@@ -393,7 +337,7 @@ class Coordinator:
             if isinstance(command, cmd.ProposeBatch):
                 self._strategy.propose_batch(command)
         self.tick.local.clear()
-        if self.tick.machine.started and self.tick.machine.state.phase == Phase.ENDED:
+        if self.tick.machine.started and self.tick.machine.state.run.phase == Phase.ENDED:
             self._ended.set()
         self._wake_for_timer()
 

@@ -1,7 +1,7 @@
 """The restart policy of a coordinator that ended: whether to restart it, and when.
 
 Reads   its exit code, how long it had served, the time
-Gives   Restart with a pause, or GiveUp with the reason
+Gives   Restart with a pause, or GiveUp with the failure
 
 Pure: the supervisors of a real run and of the simulator both call it. The pause doubles while
 coordinators end soon after their start. A coordinator that cannot write its log is restarted for
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from laminar.core.state.failures import Failure, FailureKind
+from laminar.events.base import COORDINATOR
 from laminar.names import exit_codes
 
 DEATHS_MAX = 20  #: the maximum deaths of one run, not counting those from a full disk
@@ -30,10 +32,15 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """A decision to end the run with this code; `reason` is None if the coordinator gave one."""
+    """A decision to end the run with this code; without `failure` the coordinator reported it."""
 
     code: int
-    reason: str | None = None
+    failure: Failure | None = None
+
+    @classmethod
+    def after(cls, kind: FailureKind, subject: str, detail: str = "") -> GiveUp:
+        """Give the run up after a failure that no coordinator has reported."""
+        return cls(kind.record.exit_code, Failure(kind, subject, detail=detail))
 
 
 class Restarts:
@@ -58,10 +65,8 @@ class Restarts:
         self._disk_since_s = None
         self._deaths += 1
         if self._deaths > DEATHS_MAX:
-            return GiveUp(
-                code if code > 0 else exit_codes.CRASHED,
-                f"the coordinator has died {self._deaths} times, last with code {code}",
-            )
+            what = f"the coordinator has died {self._deaths} times, last with code {code}"
+            return GiveUp.after(FailureKind.CRASHED, COORDINATOR, what)
         return Restart(self._compute_pause())
 
     def _no_room(self, now_s: float) -> Restart | GiveUp:
@@ -69,11 +74,9 @@ class Restarts:
             self._disk_since_s = now_s
         left_s = self._disk_since_s + self._disk_wait_s - now_s
         if left_s <= 0:
-            return GiveUp(
-                exit_codes.LOG_UNWRITABLE,
-                f"the event log could not be written for {self._disk_wait_s:g} s "
-                "(coordinator.disk_full_timeout_s)",
-            )
+            limit = f"{self._disk_wait_s:g} s (coordinator.disk_full_timeout_s)"
+            what = f"the event log could not be written for {limit}"
+            return GiveUp.after(FailureKind.DISK_FAILED, COORDINATOR, what)
         return Restart(min(self._compute_pause(), left_s))
 
     def _compute_pause(self) -> float:

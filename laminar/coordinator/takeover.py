@@ -16,7 +16,6 @@ from laminar.config import ConfigError
 from laminar.core.members import resumption
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.core.state.versions import step_of
 from laminar.events.base import Settings
 from laminar.events.events import RunResumed
 from laminar.net.auth import RunKeys
@@ -42,8 +41,8 @@ class ResumeRequest(StrEnum):
 
         A run that was about to pause when its coordinator ended has paused, once its other
         processes left."""
-        ended = state.phase == Phase.ENDED or (
-            state.paused and not _has_living_process(run_dir, state)
+        ended = state.run.phase == Phase.ENDED or (
+            state.run.paused and not _has_living_process(run_dir, state)
         )
         stopped = ended and not resumption.is_run_over(state)
         return self == ResumeRequest.RESUME or (self == ResumeRequest.RESUME_STOPPED and stopped)
@@ -83,7 +82,7 @@ def _list_living(run_dir: Path) -> set[tuple[str, int]]:
 def _has_living_process(run_dir: Path, state: State) -> bool:
     """Return whether a process of the log is running."""
     living = _list_living(run_dir)
-    return any(a.alive and (a.name, a.pid) in living for a in state.actors.values())
+    return any(a.alive and (a.name, a.pid) in living for a in state.members.actors.values())
 
 
 def check_resumable(run_dir: Path, state: State) -> None:
@@ -91,9 +90,9 @@ def check_resumable(run_dir: Path, state: State) -> None:
     if _has_living_process(run_dir, state):
         raise ConfigError(in_use(run_dir))
     if resumption.is_run_over(state):
-        how = f"has failed ({state.failure})" if state.failure else "is finished"
+        how = f"has failed ({state.run.failure})" if state.run.failure else "is finished"
         raise ConfigError(
-            f"the run {run_dir} {how} after step {state.steps_completed} and cannot be resumed; "
+            f"the run {run_dir} {how} after step {state.steps.completed} and cannot be resumed; "
             f"{_suggest_instead(run_dir, state)}"
         )
     if not state.settings.keeps_checkpoints:
@@ -104,7 +103,7 @@ def check_resumable(run_dir: Path, state: State) -> None:
 
 
 def _suggest_instead(run_dir: Path, state: State) -> str:
-    saved = [step_of(state, version) for version in state.checkpoint_paths]
+    saved = state.versions.saved_steps
     if not saved:
         return "start a new run"
     fork = shell_command("fork", run_dir, "--at-step", max(saved))

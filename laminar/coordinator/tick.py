@@ -30,8 +30,9 @@ from laminar.eventlog.replay import Observer
 from laminar.eventlog.writer import LogWriter
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped, WireError, to_kebab_case
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.events.codec import decode_event, encode
+from laminar.events.families import WireError, to_kebab_case
 from laminar.names.ports import Background, InlineBackground
 from laminar.net.frames import (
     MAX_TEXT,
@@ -44,15 +45,8 @@ from laminar.net.frames import (
     decode_client,
 )
 from laminar.net.frames import encode as encode_frame
-from laminar.net.session import (
-    PEERS_MAX,
-    Limits,
-    LinkState,
-    OutboxFull,
-    ServerLink,
-    describe_client_limit,
-)
-from laminar.net.wakeups import Wakeups
+from laminar.net.links import Links
+from laminar.net.session import PEERS_MAX, Limits, LinkState, OutboxFull, ServerLink
 
 Frame = tuple[bytes, bytes]  #: (routing id, bytes)
 
@@ -104,20 +98,14 @@ class Tick:
         self._background = background
         self._hashes = StateHashes(log, background)
         self._limits = limits
-        self._peers_max = peers_max
         self._observer = observer
         self._failed = False  #: whether a turn is under way, or raised
         self._clock_start_ns = clock_ns
         self._time_start_ns = machine.state.time_ns if machine.started else 0
-        self._links: dict[str, ServerLink] = {}  #: links by boot id
-        self._routes: dict[bytes, str] = {}  #: routing id -> boot id
-        self._route_of: dict[str, bytes] = {}
-        self._asking: dict[str, tuple[Hello, bytes]] = {}  #: processes not admitted yet, by boot id
-        self._heard_ns: dict[str, int] = {}
-        self._to_acknowledge: dict[str, int] = {}  #: last number applied, by boot id
+        self._links = Links[ServerLink](peers_max)
+        self._asking: dict[str, Hello] = {}  #: processes not admitted yet, by boot id
+        self._to_acknowledge: dict[ServerLink, int] = {}  #: last number applied
         self._outgoing: list[tuple[int, Command, bytes]] = []  #: command id, command, encoding
-        self._awake: dict[str, None] = {}  #: boot ids of links that may have something to send
-        self._wakeups = Wakeups[str]()  #: wakeups of links, by boot id
         self._frames_out: list[Frame] = []
 
     # --- one turn -----------------------------------------------------------------------------
@@ -139,12 +127,11 @@ class Tick:
         for routing_id, frame in frames:
             self._receive(routing_id, frame, now_ns, time_ns)
         self._fire_timers(time_ns)
-        read_up_to_ns = self.detector.begin_turn(
-            now_ns, len(frames), socket_empty, len(self._route_of)
-        )
+        peers = len(self._links) + len(self._asking)
+        read_up_to_ns = self.detector.begin_turn(now_ns, len(frames), socket_empty, peers)
         if read_up_to_ns is not None and self.machine.started:
-            actors = self.machine.state.actors
-            for news in self.detector.judge_silence(read_up_to_ns, actors, self._heard_ns):
+            actors = self.machine.state.members.actors
+            for news in self.detector.judge_silence(read_up_to_ns, actors, self._links.heard_ns):
                 self._apply_event(COORDINATOR, 0, 0, news, time_ns)
         self._make_durable()
         out = self._send(now_ns)
@@ -171,35 +158,34 @@ class Tick:
             message = self._decode_introduction(routing_id, frame)
             if isinstance(message, Ask):
                 return self._handle_ask(routing_id, message, time_ns)
-            hello = message if isinstance(message, Hello) else None
-            if hello is not None and not self._register_peer(hello, routing_id, now_ns, time_ns):
+            if isinstance(message, Hello) and not self._register_peer(
+                message, routing_id, now_ns, time_ns
+            ):
                 return
-            boot_id = hello.boot_id if hello else self._routes.get(routing_id, "")
-            link = self._links.get(boot_id)
+            link = self._links.find(routing_id)
             if message == Heartbeat("", 0):  # a client asks whether we live
                 return self._frames_out.append((routing_id, encode_frame(Ack(self._boot, 0))))
             if link is None:
                 self.bad_frames += 1  # an unknown peer says hello again when it gets no answer
                 return
-            delivered = link.receive(frame, now_ns)
+            delivered = self._links.receive(link, frame, now_ns)
         except WireError:
             self.bad_frames += 1
             return
         for peer_seq, body in delivered:
             self._deliver_message(link, peer_seq, body, time_ns)
-        self._heard_ns[boot_id] = now_ns
         if not delivered or delivered[0][0]:  # a gauge needs no answer
-            self._awake[boot_id] = None
+            self._links.wake(link.boot_id)
 
     def _register_peer(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
-        """Remember the route of a process; return whether it has a link."""
-        self._set_route(routing_id, hello.boot_id)
-        known = hello.boot_id in self._links
-        return known or self._admit_peer(hello, routing_id, now_ns, time_ns)
+        """Remember the connection of a process; return whether it has a link."""
+        self._links.connect(hello.boot_id, routing_id)
+        known = self._links.get(hello.boot_id) is not None
+        return known or self._admit_peer(hello, now_ns, time_ns)
 
     def _decode_introduction(self, routing_id: bytes, frame: bytes) -> ClientFrame | None:
-        """Decode a frame that may introduce a peer; None for ordinary frames of a known route."""
-        if routing_id in self._routes and b"\xa5hello" not in frame[:16]:
+        """Decode a frame that may introduce a peer; None for ordinary frames of a known one."""
+        if self._links.find(routing_id) is not None and b"\xa5hello" not in frame[:16]:
             return None
         return decode_client(frame, self._limits.max_frame)
 
@@ -208,58 +194,52 @@ class Tick:
         self._apply_event(COORDINATOR, 0, 0, _decode_ask(ask), time_ns)
         self._frames_out.append((routing_id, encode_frame(Ack(self._boot, 0))))
 
-    def _set_route(self, routing_id: bytes, boot_id: str) -> None:
-        old = self._route_of.get(boot_id)
-        if old is not None and old != routing_id:
-            self._routes.pop(old, None)
-        self._routes[routing_id], self._route_of[boot_id] = boot_id, routing_id
-
-    def _admit_peer(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
+    def _admit_peer(self, hello: Hello, now_ns: int, time_ns: int) -> bool:
         """Open the link of a process that the log knows; report one that it does not know."""
         state = self.machine.state
-        actor = state.actors.get(hello.name)
+        actor = state.members.actors.get(hello.name)
         if actor is not None and actor.boot_id == hello.boot_id:
             if not actor.alive:
                 self._refuse_peer(hello.boot_id, LOST, again=True)
                 return False
-            self._open_link(hello, actor.incarnation, actor.last_peer_seq, now_ns)
+            self._open_link(hello, actor.incarnation, actor.last_peer_seq)
             return True
         if hello.boot_id in self._asking:
             return False
-        if len(self._links) + len(self._asking) >= self._peers_max:
-            self._refuse_peer(hello.boot_id, describe_client_limit(self._peers_max))
+        if reason := self._links.find_refusal_reason(waiting=len(self._asking)):
+            self._refuse_peer(hello.boot_id, reason)
         else:
-            self._asking[hello.boot_id] = (hello, routing_id)
+            self._asking[hello.boot_id] = hello
             self._apply_event(hello.name, 0, 0, _make_actor_joined(hello), time_ns)
-            self._heard_ns[hello.boot_id] = now_ns
+            self._links.heard_ns[hello.boot_id] = now_ns
         return False
 
-    def _open_link(self, hello: Hello, incarnation: int, last_seq: int, now_ns: int) -> None:
+    def _open_link(self, hello: Hello, incarnation: int, last_seq: int) -> None:
         """Open a link and resend the actor's outstanding commands; it acts at most once per id."""
         link = ServerLink(
             hello,
             server_boot=f"{self._boot}:{hello.boot_id}",
             incarnation=incarnation,
-            now_ns=now_ns,
             last_seq=last_seq,
             limits=self._limits,
         )
-        self._links[hello.boot_id] = link
-        self._awake[hello.boot_id] = None
+        self._links.add(link)
         state = self.machine.state
-        addressed = [state.commands[key] for key in indexes_of(state).commands.get(hello.name, ())]
+        addressed = [
+            state.orders.commands[key] for key in indexes_of(state).commands.get(hello.name, ())
+        ]
         outstanding = [o for o in addressed if o.incarnation == incarnation]
         for item in sorted(outstanding, key=lambda o: o.command_id):
             self._outgoing.append((item.command_id, item.command, encode(item.command)))
 
     def _deliver_message(self, link: ServerLink, peer_seq: int, body: bytes, time_ns: int) -> None:
         if peer_seq:
-            self._to_acknowledge[link.boot_id] = peer_seq
+            self._to_acknowledge[link] = peer_seq
         try:
             event = decode_event(body)
         except WireError as error:
             self.bad_frames += 1
-            self._awake[link.boot_id] = None
+            self._links.wake(link.boot_id)
             return link.refuse_client(f"it sent an unreadable message: {error}")
         self._apply_event(link.name, link.incarnation, peer_seq, event, time_ns, body)
 
@@ -320,61 +300,50 @@ class Tick:
     # --- sending ------------------------------------------------------------------------------
 
     def _send(self, now_ns: int) -> list[Frame]:
-        for boot_id, peer_seq in self._to_acknowledge.items():
-            self._links[boot_id].mark_processed(peer_seq)
+        for link, peer_seq in self._to_acknowledge.items():
+            link.mark_processed(peer_seq)
         self._to_acknowledge.clear()
         for command_id, command, data in self._outgoing:
-            self._dispatch_command(command_id, command, data, now_ns)
+            self._dispatch_command(command_id, command, data)
         self._outgoing.clear()
         fenced = self._fence_links()
         out, self._frames_out = self._frames_out, []
-        for boot_id in self._find_due_links(now_ns):
-            link, route = self._links[boot_id], self._route_of[boot_id]
-            out += [(route, frame) for frame in link.poll(now_ns)]
-            if boot_id in fenced or link.state is LinkState.CLOSED:
-                self._forget_link(boot_id)
-            else:
-                self._wakeups.schedule_wakeup(boot_id, link.next_due_ns())
+        for link in self._links.take_due(now_ns):
+            out += self._links.poll(link, now_ns)
+        for boot_id in fenced:
+            self._links.drop(boot_id)
         return out
-
-    def _find_due_links(self, now_ns: int) -> list[str]:
-        """Return boot ids of the links to poll: for new messages, or for a resend."""
-        self._awake.update(dict.fromkeys(self._wakeups.take_due(now_ns)))
-        due, self._awake = self._awake, {}
-        return [boot_id for boot_id in due if boot_id in self._links]
 
     def _fence_links(self) -> set[str]:
         """Refuse the links of processes that are no longer members; return their boot ids."""
         left = take_left(self.machine.state) if self.machine.started else []
-        links = {boot_id: self._links[boot_id] for boot_id in left if boot_id in self._links}
-        fenced = {boot_id for boot_id, link in links.items() if self._is_fenced(link)}
-        for boot_id in fenced:
-            lost = self._is_newest(links[boot_id])
-            links[boot_id].refuse_client(LOST if lost else REPLACED, again=lost)
-        if fenced:
-            self._awake.update((boot_id, None) for boot_id in self._links if boot_id in fenced)
+        fenced: set[str] = set()
+        for link in filter(None, map(self._links.get, left)):
+            if self._is_fenced(link):
+                lost = self._is_newest(link)
+                link.refuse_client(LOST if lost else REPLACED, again=lost)
+                self._links.wake(link.boot_id)
+                fenced.add(link.boot_id)
         return fenced
 
     def _is_fenced(self, link: ServerLink) -> bool:
         """Return whether the link's process was given up, or replaced, while the run continues."""
         state = self.machine.state
         if self._is_newest(link):
-            alive = state.actors[link.name].alive
-            return not alive and state.phase not in (Phase.STOPPING, Phase.ENDED)
+            alive = state.members.actors[link.name].alive
+            return not alive and state.run.phase not in (Phase.STOPPING, Phase.ENDED)
         return True
 
     def _is_newest(self, link: ServerLink) -> bool:
         """Return whether the link's process is the newest of its name."""
-        actor = self.machine.state.actors.get(link.name)
+        actor = self.machine.state.members.actors.get(link.name)
         return actor is not None and actor.boot_id == link.boot_id
 
-    def _dispatch_command(
-        self, command_id: int, command: Command, data: bytes, now_ns: int
-    ) -> None:
+    def _dispatch_command(self, command_id: int, command: Command, data: bytes) -> None:
         if isinstance(command, cmd.AcceptActor):
-            hello, _ = self._asking.pop(command.boot_id, (None, b""))
+            hello = self._asking.pop(command.boot_id, None)
             if hello is not None:
-                self._open_link(hello, command.incarnation, 0, now_ns)
+                self._open_link(hello, command.incarnation, 0)
         elif isinstance(command, cmd.RefuseActor):
             self._asking.pop(command.boot_id, None)
             self._refuse_peer(command.boot_id, command.reason)
@@ -384,34 +353,27 @@ class Tick:
             self._queue_command(command_id, command, data)
 
     def _queue_command(self, command_id: int, command: Command, data: bytes) -> None:
-        actor = self.machine.state.actors.get(command.to)
+        actor = self.machine.state.members.actors.get(command.to)
         link = self._links.get(actor.boot_id) if actor is not None else None
         if link is None or link.state is not LinkState.UP:
             return  # outstanding: it is sent when the actor comes back
         order = cmd.Envelope(
             command_id=command_id, cause=command_id >> 20, command=msgspec.Raw(data)
         )
-        self._awake[link.boot_id] = None
+        self._links.wake(link.boot_id)
         try:
             link.send(encode(order))
         except OutboxFull as error:
             link.refuse_client(f"it does not acknowledge orders: {error}")
 
     def _refuse_peer(self, boot_id: str, reason: str, *, again: bool = False) -> None:
-        route = self._route_of.get(boot_id)
-        if route is not None:
-            self._frames_out.append((route, encode_frame(Refused(reason[:MAX_TEXT], again))))
-
-    def _forget_link(self, boot_id: str) -> None:
-        del self._links[boot_id]
-        self._routes.pop(self._route_of.pop(boot_id, b""), None)
+        route = self._links.get_route(boot_id)
+        self._frames_out.append((route, encode_frame(Refused(reason[:MAX_TEXT], again))))
 
     @property
     def everything_acknowledged(self) -> bool:
         """Whether no command is on its way any more (or its link is gone)."""
-        return all(
-            not link.outbox or link.state is not LinkState.UP for link in self._links.values()
-        )
+        return all(not link.outbox or link.state is not LinkState.UP for link in self._links)
 
 
 def _make_actor_joined(hello: Hello) -> ev.ActorJoined:

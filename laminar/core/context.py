@@ -1,7 +1,7 @@
 """The context of one event: the state, the cause, and the commands decided so far.
 
 Reads   state, the stamped event
-Writes  state.commands, state.timers, state.ignored
+Writes  state.orders.commands, state.orders.timers, state.run.ignored
 Emits   the commands that handlers issue with `issue_command`
 
 Every function that decides takes a Context, so that every command carries its cause.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from laminar.core.state import indexes, keys
 from laminar.core.state.failures import Failure
-from laminar.core.state.keys import CommandKey, TimerName
-from laminar.core.state.state import OutstandingCommand, State
+from laminar.core.state.keys import CommandKey, OutstandingCommand, TimerName
+from laminar.core.state.state import State
 from laminar.events.base import Command, Stamped
 from laminar.events.commands import AnyCommand, RestartActor, TrajectoryEnding
 
@@ -33,7 +33,7 @@ class Context:
             TrajectoryEnding
         ] = []  #: decided for this event, sent together after all else
         self.repack_due = False  #: whether replicas with stragglers are to be looked for
-        self.failure: tuple[Failure, int] | None = None  #: failure that ends the run, and exit code
+        self.failure: Failure | None = None  #: failure that ends the run
         self._touched: dict[str, None] = {}  #: replicas whose situation changed
         self._touched_all = False
 
@@ -48,7 +48,7 @@ class Context:
 
         With a timeout, its expiry arrives as `timer-fired` "command:KEY"."""
         if key is not None:
-            actor = self.state.actors.get(command.to)
+            actor = self.state.members.actors.get(command.to)
             outstanding = OutstandingCommand(
                 command_id=self.next_command_id,
                 cause=self.stamped.seq,
@@ -66,8 +66,8 @@ class Context:
         """Order the node of an actor to kill and restart it; return False if already ordered.
 
         With `again`, a new order replaces an outstanding one."""
-        actor = self.state.actors[name]
-        if keys.restart_key(name) in self.state.commands and not again:
+        actor = self.state.members.actors[name]
+        if keys.restart_key(name) in self.state.orders.commands and not again:
             return False
         self.issue_command(
             RestartActor(
@@ -85,7 +85,7 @@ class Context:
 
     def mark_ready(self) -> bool:
         """Mark the sender as ready and back; return False, counted, if it was ready already."""
-        actor = self.state.actors[self.stamped.peer]
+        actor = self.state.members.actors[self.stamped.peer]
         if actor.ready:
             self.ignore("repeat")
             return False
@@ -96,7 +96,7 @@ class Context:
     def ignore(self, reason: str) -> None:
         """Count an event that is ordinary or illegal here and changes nothing."""
         name = f"{type(self.stamped.event).__name__}: {reason}"
-        self.state.ignored[name] = self.state.ignored.get(name, 0) + 1
+        self.state.run.ignored[name] = self.state.run.ignored.get(name, 0) + 1
 
     def set_timer(self, name: TimerName, delay_ms: int) -> None:
         indexes.set_timer(self.state, name, self.stamped.time_ns + delay_ms * 1_000_000)

@@ -1,7 +1,7 @@
 """Failures that end the run: a handler records one, and the planner ends the run with it.
 
-Reads   state.failed, state.phase
-Writes  ctx.failure, state.draining, state.drain_failure
+Reads   state.run.failed, state.run.phase
+Writes  ctx.failure, state.run.draining, state.run.drain_failure
 
 lifecycle.py takes the steps that follow, as for every end of a run.
 """
@@ -13,18 +13,20 @@ from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.statuses import Phase
 
 
-def fail_run(
-    ctx: Context, kind: FailureKind, subject: str, detail: str = "", *, exit_code: int = 1
-) -> bool:
+def fail_run(ctx: Context, kind: FailureKind, subject: str, detail: str = "") -> bool:
     """End the run with a reason; return False if it has one already, or stops: keep the first."""
     state = ctx.state
-    if ctx.failure is not None or state.failed or state.phase in (Phase.STOPPING, Phase.ENDED):
+    if (
+        ctx.failure is not None
+        or state.run.failed
+        or state.run.phase in (Phase.STOPPING, Phase.ENDED)
+    ):
         return False
-    ctx.failure = Failure(kind, subject, ctx.stamped.seq, detail), exit_code
+    ctx.failure = Failure(kind, subject, ctx.stamped.seq, detail)
     return True
 
 
 def drain_run(ctx: Context, kind: FailureKind, subject: str, detail: str) -> None:
     """End the run gracefully, as on a user's request, and with this failure."""
-    ctx.state.draining = True
-    ctx.state.drain_failure = Failure(kind, subject, ctx.stamped.seq, detail)
+    ctx.state.run.draining = True
+    ctx.state.run.drain_failure = Failure(kind, subject, ctx.stamped.seq, detail)

@@ -2,7 +2,7 @@
 
 Reads   WeightsPublished, WeightsLoaded, WeightsRejected, VersionMissing, CheckpointSaved,
         CheckpointRefused
-Writes  state.newest_version, state.checkpoint_paths, state.slow_load_ms, relay.held,
+Writes  state.versions, relay.held,
         replica.version
 Emits   PullWeights, RestartActor
 
@@ -24,12 +24,13 @@ from laminar.core.registry import handles
 from laminar.core.repack import migration
 from laminar.core.scheduling import dispatch, evaluation
 from laminar.core.scheduling.admission import is_serving
-from laminar.core.state import indexes, keys, versions
+from laminar.core.state import indexes, keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import indexes_of, master_relay
 from laminar.core.state.lost_work import goes_anywhere
+from laminar.core.state.members import Replica
 from laminar.core.state.replica_index import Kind
-from laminar.core.state.state import Replica, State
+from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
 from laminar.core.validation import COUNT_MAX, accept_any, are_allocated, of_a_version
 from laminar.core.versions import broadcast, load_sources, pinning, publishing
@@ -58,13 +59,15 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     relay = master_relay(state)
     if relay is None or relay.name != ctx.stamped.peer:
         return ctx.ignore("not-the-head")
-    previous_step, news = state.newest_step, event.version > state.newest_version
-    if news and event.version == state.export_version and event.digest != state.newest_digest:
+    previous_step, news = state.versions.newest_step, event.version > state.versions.newest
+    if (
+        news
+        and event.version == state.versions.export
+        and event.digest != state.versions.newest_digest
+    ):
         return _export_differs(ctx, event)
     if news:
-        state.newest_version, state.newest_step = event.version, event.step
-        state.newest_digest = event.digest
-        versions.version_published(state, event.version, event.digest)
+        _record_newest(state, event)
     known = not broadcast.record_held_versions(ctx, relay, event.version, event.digest, event.held)
     if relay.newest < event.version:  # it has other bytes, and loads again
         return ctx.ignore("repeat") if known else None
@@ -80,8 +83,16 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
         migration.schedule_repack(ctx)
 
 
+def _record_newest(state: State, event: ev.WeightsPublished) -> None:
+    """Record the newest version, whose digest a repeat of its step is compared with."""
+    state.versions.publish(event.version, event.step, event.digest)
+    for trained in state.steps.trained:
+        if trained.version == event.version:
+            trained.digest = event.digest
+
+
 def _export_differs(ctx: Context, event: ev.WeightsPublished) -> None:
-    trained = ctx.state.newest_digest
+    trained = ctx.state.versions.newest_digest
     found = f"{event.digest}, but {trained} was trained"
     if not fail_run(ctx, FailureKind.EXPORT_DIFFERS, ctx.stamped.peer, found):
         ctx.ignore("run-ending")
@@ -90,10 +101,13 @@ def _export_differs(ctx: Context, event: ev.WeightsPublished) -> None:
 def _expect_newest(ctx: Context) -> None:
     """Let relays with the newest version offer it, and give the others a time to get it."""
     state = ctx.state
-    for relay in state.relays.values():
-        if relay.newest == state.newest_version and relay.newest_digest != state.newest_digest:
+    for relay in state.members.relays.values():
+        if (
+            relay.newest == state.versions.newest
+            and relay.newest_digest != state.versions.newest_digest
+        ):
             broadcast.restart_for_other_bytes(ctx, relay, relay.newest_digest)
-        elif relay.newest >= state.newest_version:
+        elif relay.newest >= state.versions.newest:
             broadcast.touch_replicas(ctx, relay)
         else:
             broadcast.await_newest(ctx, relay)
@@ -102,7 +116,7 @@ def _expect_newest(ctx: Context) -> None:
 def _end_pull(ctx: Context) -> Replica | None:
     """End the sender's order to load; return None, counted, if it has none."""
     name = ctx.stamped.peer
-    replica = ctx.state.replicas.get(name)
+    replica = ctx.state.members.replicas.get(name)
     if replica is None or ctx.end_command(keys.pull_key(name)) is None:
         ctx.ignore("not-pulling")
         return None
@@ -129,13 +143,13 @@ def on_weights_loaded(ctx: Context, event: ev.WeightsLoaded) -> None:
         load_sources.record_load(state, ordered, event.num_bytes, took_ms)
     alone = ordered is None or load_sources.is_plain_load(ordered)
     if event.reloaded and alone and _time_for(took_ms) > PULL_TIMEOUT_MS:
-        state.slow_load_ms = max(state.slow_load_ms, took_ms)
+        state.versions.slow_load_ms = max(state.versions.slow_load_ms, took_ms)
     replica.progress_ns = ctx.stamped.time_ns
     for trajectory_id in replica.running:
-        state.trajectories[trajectory_id].version = event.version
+        state.work.trajectories[trajectory_id].version = event.version
     indexes.update_replica(state, replica)
     pinning.send_pins(ctx)
-    if state.lost_trajectories or evaluation.is_evaluation_waiting(state):
+    if state.work.lost or evaluation.is_evaluation_waiting(state):
         ctx.touch_all()  # the versions of replicas decide which ones the others load
     else:
         ctx.touch_replica(replica.name)
@@ -181,11 +195,11 @@ def on_version_missing(ctx: Context, event: ev.VersionMissing) -> None:
     replica.loading = False
     if ordered is not None and ordered.purpose == PullPurpose.STREAM:
         _drop_weights(ctx, replica)
-        state.failed_sources[replica.relay] = None
+        state.versions.failed_sources[replica.relay] = None
     if ordered is not None and ordered.holder:
-        state.failed_sources[ordered.holder] = None
+        state.versions.failed_sources[ordered.holder] = None
     indexes.update_replica(state, replica)
-    relay = state.relays.get(replica.relay)
+    relay = state.members.relays.get(replica.relay)
     if relay is not None:
         latest = max(event.held, default=event.version)
         left = [v for v in relay.held if v in event.held or v > latest]
@@ -202,17 +216,15 @@ def _has_valid_kept(state: State, event: ev.CheckpointSaved) -> bool:
 def on_checkpoint_saved(ctx: Context, event: ev.CheckpointSaved) -> None:
     """Record a checkpoint; lost work whose version no relay holds may load it."""
     state = ctx.state
-    if event.version in state.checkpoint_paths:
+    if state.versions.has_checkpoint(event.version):
         return ctx.ignore("repeat")
-    ordered = state.commands.get(keys.SAVE)
+    ordered = state.orders.commands.get(keys.SAVE)
     command = ordered.command if ordered is not None else None
     if isinstance(command, cmd.SaveCheckpoint) and command.version == event.version:
         ctx.end_command(keys.SAVE)
-    saved = {**state.checkpoint_paths, event.version: event.path}
-    state.checkpoint_paths = {
-        version: path for version, path in saved.items() if version in event.kept
-    }
-    versions.trim_trained_steps(state)
+    saved = {**state.versions.checkpoint_paths, event.version: event.path}
+    state.versions.replace_checkpoints({v: path for v, path in saved.items() if v in event.kept})
+    state.steps.trim_trained(state.versions.saved_steps)
     ctx.touch_all()
 
 
@@ -224,7 +236,7 @@ def on_checkpoint_refused(ctx: Context, event: ev.CheckpointRefused) -> None:
         return
     replica.loading = False
     indexes.update_replica(ctx.state, replica)
-    ctx.state.checkpoint_paths.pop(event.version, None)
+    ctx.state.versions.forget_checkpoint(event.version)
     ctx.touch_all()
 
 
@@ -235,7 +247,7 @@ def order_pull(
     state, streamed = ctx.state, purpose == PullPurpose.STREAM
     replica.loading = not streamed
     replica.progress_ns = ctx.stamped.time_ns
-    evicted = exact and not streamed and version not in state.list_held_versions(replica)
+    evicted = exact and not streamed and version not in state.members.list_held_versions(replica)
     choice = load_sources.choose_source(state, replica, version) if evicted else None
     source = choice.source if choice is not None else None
     peer = source.name if source is not None and source.tier == load_sources.SourceTier.PEER else ""
@@ -244,11 +256,11 @@ def order_pull(
         version=version,
         exact=exact,
         purpose=purpose,
-        checkpoint=state.checkpoint_paths[version] if evicted and not peer else "",
+        checkpoint=state.versions.checkpoint_paths[version] if evicted and not peer else "",
         holder=peer,
-        address=state.relays[peer].chain_address if peer else "",
+        address=state.members.relays[peer].chain_address if peer else "",
     )
-    timeout_ms = _time_for(max(state.slow_load_ms, choice.ms if choice is not None else 0))
+    timeout_ms = _time_for(max(state.versions.slow_load_ms, choice.ms if choice is not None else 0))
     ctx.issue_command(command, key=keys.pull_key(replica.name), timeout_ms=timeout_ms)
     indexes.update_replica(state, replica)
 
@@ -266,10 +278,10 @@ def plan_reserved_pull(ctx: Context, replica: Replica) -> None:
     wanted = _find_lost_work_version(state, replica)
     if wanted >= 0 and wanted != replica.version:
         return order_pull(ctx, replica, wanted, True, PullPurpose.RESUME)
-    if state.newest_for(replica) < 0:
+    if state.members.newest_for(replica) < 0:
         return  # its relay will return: an evaluation does not move on for that
     wanted = evaluation.version_wanted(ctx, replica)
-    exact = state.evaluation is not None
+    exact = state.evaluations.running is not None
     if (
         wanted >= 0
         and wanted != replica.version
@@ -282,31 +294,33 @@ def plan_pull(ctx: Context, replica: Replica) -> None:
     """Let an empty replica pull a newer version; if it admitted, it would have been given a group.
 
     In flight, any replica without evaluation samples pulls it."""
-    state, newest = ctx.state, ctx.state.newest_for(replica)
+    state, newest = ctx.state, ctx.state.members.newest_for(replica)
     if newest <= replica.version:
         return _plan_stream(ctx, replica)
     if _can_pull(state, replica):
         purpose = PullPurpose.START if replica.version < 0 else PullPurpose.NEWER
         order_pull(ctx, replica, newest, False, purpose)
-    elif _can_pull_in_flight(state, replica) and newest in state.list_held_versions(replica):
+    elif _can_pull_in_flight(state, replica) and newest in state.members.list_held_versions(
+        replica
+    ):
         order_pull(ctx, replica, newest, True, PullPurpose.IN_FLIGHT)
 
 
 def _plan_stream(ctx: Context, replica: Replica) -> None:
     """Let a replica begin with the version that its relay is receiving, if that has none yet."""
-    state, relay = ctx.state, ctx.state.relays.get(replica.relay)
+    state, relay = ctx.state, ctx.state.members.relays.get(replica.relay)
     if (
         not state.settings.stream
-        or state.newest_version < 0
+        or state.versions.newest < 0
         or relay is None
         or replica.failed_loads
     ):
         return
     comes = relay.newest < 0 and relay is not master_relay(state)
-    if comes and relay.name not in state.failed_sources and _can_pull(state, replica):
-        replica.version, replica.step = state.newest_version, state.newest_step
-        replica.digest, replica.groups_taken = state.newest_digest, 0
-        order_pull(ctx, replica, state.newest_version, True, PullPurpose.STREAM)
+    if comes and relay.name not in state.versions.failed_sources and _can_pull(state, replica):
+        replica.version, replica.step = state.versions.newest, state.versions.newest_step
+        replica.digest, replica.groups_taken = state.versions.newest_digest, 0
+        order_pull(ctx, replica, state.versions.newest, True, PullPurpose.STREAM)
         ctx.touch_replica(replica.name)
 
 
@@ -315,7 +329,7 @@ def _can_pull_in_flight(state: State, replica: Replica) -> bool:
         return False
     if indexes.is_streaming(state, replica.name):
         return False
-    groups = (state.groups[state.trajectories[t].group] for t in replica.running)
+    groups = (state.work.groups[state.work.trajectories[t].group] for t in replica.running)
     return all(group.purpose == Purpose.TRAIN for group in groups) and not _is_turn_awaited(
         state, replica
     )
@@ -327,7 +341,7 @@ def _can_pull(state: State, replica: Replica) -> bool:
     Two rejected loads in a row cause a restart."""
     busy = replica.running or replica.incoming or replica.outgoing or replica.loading
     given_up = replica.failed_loads >= FAILED_LOADS_MAX
-    if busy or given_up or not state.is_actor_alive(replica.name):
+    if busy or given_up or not state.members.is_actor_alive(replica.name):
         return False
     return not indexes.is_streaming(state, replica.name) and not _is_turn_awaited(state, replica)
 
@@ -338,7 +352,9 @@ def _is_turn_awaited(state: State, replica: Replica) -> bool:
     In flight only an evaluation sample needs it."""
     if not state.settings.has_environment:
         return False
-    here = (state.trajectories[t] for t in indexes_of(state).trajectories.get(replica.name, ()))
+    here = (
+        state.work.trajectories[t] for t in indexes_of(state).trajectories.get(replica.name, ())
+    )
     return any(
         t.status in (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
         and t.version == replica.version
@@ -361,7 +377,7 @@ def _find_lost_work_version(state: State, replica: Replica) -> int:
     """Find a version in reach that lost work needs and no live replica has or loads; -1: none."""
     wanted = _list_wanted_versions(state)
     near = next((v for v in wanted if state.is_in_reach(replica, v)), -1)
-    if near >= 0 or not state.version_bytes:
+    if near >= 0 or not state.versions.num_bytes:
         return near
     return next((v for v in wanted if _to_be_fetched(state, replica, v)), -1)
 
@@ -382,12 +398,12 @@ def _to_be_fetched(state: State, replica: Replica, version: int) -> bool:
     near = [
         name for relay in load_sources.holders(state, version) for name in index.served_by(relay)
     ]
-    return not any(_can_pull(state, state.replicas[name]) for name in near)
+    return not any(_can_pull(state, state.members.replicas[name]) for name in near)
 
 
 def _list_wanted_versions(state: State) -> list[int]:
     """List lost work's versions that no live replica has or loads, earliest loss first."""
-    if not state.lost_trajectories:
+    if not state.work.lost:
         return []
     return [v for v in indexes_of(state).lost.list_wanted() if not _is_served_or_loaded(state, v)]
 

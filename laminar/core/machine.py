@@ -122,7 +122,7 @@ def _is_from_known_sender(ctx: Context) -> bool:
     stamped = ctx.stamped
     if stamped.peer == COORDINATOR or isinstance(stamped.event, ev.ActorJoined):
         return True
-    actor = ctx.state.actors.get(stamped.peer)
+    actor = ctx.state.members.actors.get(stamped.peer)
     if actor is None or not actor.alive or actor.incarnation != stamped.incarnation:
         return False
     if stamped.peer_seq:
@@ -132,7 +132,7 @@ def _is_from_known_sender(ctx: Context) -> bool:
 
 def _from_right_sender(ctx: Context) -> bool:
     """Return whether the event is from a role that can know it; a joining process has none yet."""
-    actor = ctx.state.actors.get(ctx.stamped.peer)
+    actor = ctx.state.members.actors.get(ctx.stamped.peer)
     role = actor.role if actor is not None else Role.COORDINATOR
     event = ctx.stamped.event
     return role in ev.REPORTED_BY[type(event)] or isinstance(event, ev.ActorJoined)
@@ -143,9 +143,9 @@ def on_coordinator_started(ctx: Context, event: ev.CoordinatorStarted) -> None:
     """Start or take over the coordinator: reset progress clocks here; leases are reset outside."""
     state = ctx.state
     require_known(event.logic, event.settings)
-    if state.coordinator_incarnation == 0:
+    if state.members.coordinator_incarnation == 0:
         ctx.set_timer(keys.START, state.settings.start_timeout_ms)
-    state.coordinator_incarnation = event.incarnation
-    for replica in state.replicas.values():
+    state.members.coordinator_incarnation = event.incarnation
+    for replica in state.members.replicas.values():
         replica.progress_ns = ctx.stamped.time_ns
     ctx.touch_all()

@@ -1,9 +1,7 @@
 """The planner: decides from the current state, until nothing is left to decide.
 
 Reads   state, the replicas that were touched
-Writes  through the modules that it calls, in this order: failures, data without variance, lost
-        work, rewards without a replica, evaluation, new groups, pulls, repack, steps to repeat,
-        batches, the phase of the run
+Writes  through its stages, in the order of WRITES, which lists the records that each may write
 Emits   the commands of those modules
 
 When all replicas are touched, the index of replicas selects those that can be given something. They
@@ -12,7 +10,7 @@ are still visited in the order of all replicas, since work given to one cannot g
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from heapq import heapify, heappop, heapreplace
 
 from laminar.core import loading
@@ -22,12 +20,30 @@ from laminar.core.repack import migration
 from laminar.core.scheduling import admission, dispatch, evaluation, recovery
 from laminar.core.scheduling.admission import has_room_for_group
 from laminar.core.state.indexes import indexes_of
+from laminar.core.state.members import Replica
 from laminar.core.state.replica_index import Kind
-from laminar.core.state.state import Replica, State
+from laminar.core.state.state import State
 from laminar.core.steps import batching, step_replay
 
 PLAN_ROUNDS_MAX = 10_000
 """The limit of planner rounds: a few reach the fixpoint; a loop here would be a bug."""
+
+WRITES: dict[Callable[..., object], str] = {
+    lifecycle.end_failed_run: "members work steps evaluations run orders",
+    lifecycle.end_flat_data: "run orders",
+    recovery.plan_lost: "members work orders",
+    recovery.plan_unscored: "work orders",
+    evaluation.plan_unserved: "evaluations",
+    evaluation.plan_evaluation: "members work evaluations orders repack",
+    loading.plan_reserved_pull: "members evaluations orders",
+    dispatch.new_group: "members data work orders repack",
+    loading.plan_pull: "members orders",
+    migration.plan_migrations: "members work orders repack",
+    step_replay.plan_step_repeat: "steps versions orders",
+    batching.choose_batch: "work steps versions orders",
+    lifecycle.plan_phase: "members work versions evaluations run orders",
+}
+"""The records of the state that each stage may write."""
 
 
 def run_planner(ctx: Context) -> None:
@@ -58,7 +74,7 @@ def _plan_replicas(ctx: Context) -> None:
         if state.settings.stream:  # a replica that has just begun to stream takes it
             recovery.plan_lost(ctx)
         names, all_touched = ctx.take_touched()
-        touched = [state.replicas[n] for n in names if n in state.replicas]
+        touched = [state.members.replicas[n] for n in names if n in state.members.replicas]
         for replica in touched:
             _plan_reserved(ctx, replica)
         if all_touched:
@@ -80,14 +96,14 @@ def _plan_reserved_for_others(ctx: Context, but: Collection[str]) -> None:
     """Plan reserved work for the other replicas; the candidates depend on the evaluation."""
     state, last = ctx.state, -1
     while True:
-        known = state.evaluation, state.evaluation_due
+        known = state.evaluations.running, state.evaluations.due
         for number in sorted(_for_reserved(state)):
             if number <= last:
                 continue
             replica, last = indexes_of(state).replicas.replicas[number], number
             if replica.name not in but:
                 _plan_reserved(ctx, replica)
-            if known[0] is not state.evaluation or known[1] != state.evaluation_due:
+            if known[0] is not state.evaluations.running or known[1] != state.evaluations.due:
                 break
         else:
             return

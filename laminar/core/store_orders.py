@@ -1,7 +1,7 @@
 """The store's readiness and restarts: its outstanding orders outlive its process.
 
 Reads   DataLoaded; losses of the store
-Writes  state.num_train, state.num_eval; addressee and deadlines of its outstanding orders
+Writes  state.data.num_train, state.data.num_eval; addressee and deadlines of its outstanding orders
 Emits   nothing: the coordinator sends outstanding orders to each process that it accepts
 
 Whatever the store has acknowledged is on disk, so a new process continues where the last one ended.
@@ -16,7 +16,8 @@ from laminar.core.registry import handles
 from laminar.core.state import forks, keys
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.keys import CommandKey
-from laminar.core.state.state import ActorState, State
+from laminar.core.state.members import ActorState
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.validation import ROWS_MAX
 from laminar.events import commands as cmd
@@ -31,14 +32,15 @@ END_TIMEOUT_MS = 120_000
 def is_store_awaited(state: State) -> bool:
     """Return whether the store is lost, or about to be restarted, and has a time to come back."""
     return any(
-        keys.rejoin_timer(name) in state.timers or keys.restart_key(name) in state.commands
+        keys.rejoin_timer(name) in state.orders.timers
+        or keys.restart_key(name) in state.orders.commands
         for name in indexes_of(state).roles.get(Role.STORE, ())
     )
 
 
 def can_survive_restart(state: State, command: Command) -> bool:
     """Return whether a new process can carry out this order of its predecessor."""
-    running = state.phase not in (Phase.STOPPING, Phase.ENDED)
+    running = state.run.phase not in (Phase.STOPPING, Phase.ENDED)
     return running and isinstance(command, cmd.EndTrajectories)
 
 
@@ -51,7 +53,7 @@ def handle_store_lost(ctx: Context, name: str) -> None:
 def handle_store_joined(ctx: Context, actor: ActorState) -> None:
     """Readdress waiting orders to the new process; they are sent once it is accepted."""
     for key in _list_store_orders(ctx.state, actor.name):
-        ctx.state.commands[key].incarnation = actor.incarnation
+        ctx.state.orders.commands[key].incarnation = actor.incarnation
 
 
 def _has_valid_counts(state: State, event: ev.DataLoaded) -> bool:
@@ -65,8 +67,8 @@ def on_data_loaded(ctx: Context, event: ev.DataLoaded) -> None:
     """Record the fixed number of prompts in the store; a restarted store refuses other data."""
     if ctx.mark_ready():
         _restart_deadlines(ctx)
-    if ctx.state.num_train < 0:
-        ctx.state.num_train, ctx.state.num_eval = event.num_train, event.num_eval
+    if ctx.state.data.num_train < 0:
+        ctx.state.data.num_train, ctx.state.data.num_eval = event.num_train, event.num_eval
         forks.data_loaded(ctx.state, event)
 
 
@@ -76,10 +78,10 @@ def _restart_deadlines(ctx: Context) -> None:
     timeout_ms = END_TIMEOUT_MS + state.settings.disk_full_timeout_ms
     for key in _list_store_orders(state, ctx.stamped.peer):
         ctx.set_timer(keys.deadline_timer(key), timeout_ms)
-    for replica in state.replicas.values():
+    for replica in state.members.replicas.values():
         replica.progress_ns = ctx.stamped.time_ns
 
 
 def _list_store_orders(state: State, name: str) -> list[CommandKey]:
     kept = indexes_of(state).commands.get(name, ())
-    return [key for key in kept if can_survive_restart(state, state.commands[key].command)]
+    return [key for key in kept if can_survive_restart(state, state.orders.commands[key].command)]

@@ -1,6 +1,6 @@
 """Timers: the consequences of each timer of the state when it is due.
 
-Reads   TimerFired, state.timers, state.commands
+Reads   TimerFired, state.orders.timers, state.orders.commands
 Writes  the timer that fired, and through its handler
 Emits   through the modules that set it: restarts, drops, the end of the run
 """
@@ -37,7 +37,7 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
     elif kind == TimerKind.WEIGHTS:
         relay = indexes.master_relay(state)
         name = relay.name if relay is not None else Role.RELAY
-        fail_run(ctx, FailureKind.NOT_PUBLISHED, name, str(state.steps_completed))
+        fail_run(ctx, FailureKind.NOT_PUBLISHED, name, str(state.steps.completed))
     elif kind == TimerKind.BATCH_TIMEOUT:
         batch_wait.handle_batch_timeout(ctx)
     elif kind == TimerKind.REPACK:
@@ -59,10 +59,10 @@ def on_timer_fired(ctx: Context, event: ev.TimerFired) -> None:
 def _command_expired(ctx: Context, key: CommandKey) -> None:
     """Handle a command that missed its deadline: mostly, restart its actor."""
     state = ctx.state
-    command = state.commands[key].command
+    command = state.orders.commands[key].command
     what = type(command).__name__
     if isinstance(command, cmd.ProposeBatch):
-        state.proposal_failed = True
+        state.steps.proposal_failed = True
         ctx.end_command(key)
     elif isinstance(command, cmd.StopActor):
         ctx.end_command(key)
@@ -74,7 +74,7 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
     elif isinstance(command, cmd.ReleaseTrajectories):
         migration.release_expired(ctx, command)
     elif (
-        command.to in state.replicas
+        command.to in state.members.replicas
         or isinstance(command, cmd.EndTrajectories)
         or step_replay.may_be_lost(state, command.to)
     ):

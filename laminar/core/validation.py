@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from laminar.core.state.state import State
-from laminar.core.state.versions import step_of
 from laminar.events.base import Event
 
 COUNT_MAX = 1 << 40
@@ -43,11 +42,11 @@ def of_a_version(state: State, event: VersionedEvent) -> bool:
 
 def is_allocated(state: State, version: int, step: int) -> bool:
     """Return whether the version was allocated, for this step."""
-    return 0 <= version < state.next_version and step == step_of(state, version)
+    return 0 <= version < state.versions.next and step == state.versions.step_of(version)
 
 
 def are_allocated(state: State, versions: tuple[int, ...]) -> bool:
-    return all(0 <= version < state.next_version for version in versions)
+    return all(0 <= version < state.versions.next for version in versions)
 
 
 def is_count(value: int) -> bool:

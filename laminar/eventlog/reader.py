@@ -30,7 +30,6 @@ from laminar.eventlog.record import (
     FRAME,
     MAX_HEADER_BYTES,
     SCHEMA_VERSION,
-    UNDECODABLE,
     EventRecord,
     Frames,
     LaterRecord,
@@ -44,6 +43,7 @@ from laminar.eventlog.record import (
     segment_name,
     segment_numbers,
 )
+from laminar.events.families import BAD_BYTES
 from laminar.names.ports import Disk
 
 _T = TypeVar("_T")
@@ -143,7 +143,7 @@ def _read_opening(disk: Disk, number: int) -> tuple[Frames, _Opening | None]:
     data = read_segment(disk, number, _OPENING_BYTES + 1)
     try:
         opening = _opening.decode(_first_body(data))
-    except UNDECODABLE:
+    except BAD_BYTES:
         return Frames(number, data, 0), None
     frames = Frames(number, data, opening.seed)
     return frames, opening if frames.is_valid_at(0, opening.seed) else None
@@ -159,7 +159,7 @@ def _is_other_record(frames: Frames) -> bool:
     """Return whether a segment, instead of being damaged, begins with a non-header record."""
     try:
         _TYPED.later(_first_body(frames.data))
-    except UNDECODABLE:
+    except BAD_BYTES:
         return frames.is_valid_at(0, frames.crc)
     return True
 
@@ -236,7 +236,7 @@ class History(Generic[_T]):
         for body in frames:
             try:
                 record = decode(body)
-            except UNDECODABLE as error:
+            except BAD_BYTES as error:
                 raise frames.make_corrupt_error("a readable record", str(error)) from error
             yield record
             decode = decoders.later

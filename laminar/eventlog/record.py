@@ -27,8 +27,9 @@ import msgspec
 
 from laminar.core.rules import LOGIC_VERSION
 from laminar.events.base import Stamped
+from laminar.events.families import BAD_BYTES, Item
 
-SCHEMA_VERSION = 5  #: the form of records, and of the hashed state; other forms are refused
+SCHEMA_VERSION = 6  #: the form of records, and of the hashed state; other forms are refused
 
 #: Longest body: a length above this is damage, so a flipped bit cannot ask for gigabytes. Control
 #: messages end at 15 MiB; the largest record holds one of them, or the resolved configuration.
@@ -54,7 +55,7 @@ class Position(NamedTuple):
     offset: int  #: bytes from the start of the segment file
 
 
-class Takeover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Takeover(Item, frozen=True):
     """The end of the history before a segment; later bytes, and segments between, are excluded."""
 
     segment: int
@@ -62,9 +63,11 @@ class Takeover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crc: int  #: chained CRC32 at that offset
 
 
-class SegmentHeader(
-    msgspec.Struct, tag_field="kind", tag="header", frozen=True, forbid_unknown_fields=True
-):
+class LogRecord(Item, frozen=True, tag_field="kind"):
+    """Base of records."""
+
+
+class SegmentHeader(LogRecord, frozen=True, tag="header"):
     """The first record of a segment; `takes_over` is None where the history begins."""
 
     schema: int
@@ -77,9 +80,7 @@ class SegmentHeader(
     takes_over: Takeover | None
 
 
-class EventRecord(
-    msgspec.Struct, tag_field="kind", tag="event", frozen=True, forbid_unknown_fields=True
-):
+class EventRecord(LogRecord, frozen=True, tag="event"):
     """A fact and its reporter."""
 
     seq: int
@@ -102,9 +103,7 @@ class EventRecord(
         )
 
 
-class DecisionRecord(
-    msgspec.Struct, tag_field="kind", tag="decision", frozen=True, forbid_unknown_fields=True
-):
+class DecisionRecord(LogRecord, frozen=True, tag="decision"):
     """A command and the event that caused it."""
 
     cause: int  #: seq of the event
@@ -115,9 +114,7 @@ class DecisionRecord(
 HASH_FOLLOWS = ""  #: the placeholder of a digest that is being computed
 
 
-class StateHashRecord(
-    msgspec.Struct, tag_field="kind", tag="state-hash", frozen=True, forbid_unknown_fields=True
-):
+class StateHashRecord(LogRecord, frozen=True, tag="state-hash"):
     """The digest of the state after event `seq`, which a replay must reach.
 
     That of a large state is computed while the coordinator continues. Then a record with
@@ -171,9 +168,6 @@ class LogCorrupt(LogRefused):
         self.hint = hint
 
 
-#: Exceptions of decoders: UnicodeDecodeError and msgpack's errors are ValueErrors; deep nesting
-#: ends in RecursionError.
-UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode  #: anything
 
@@ -287,7 +281,7 @@ class Frames:
             return False
         try:
             _decode(self.data[start:end])
-        except UNDECODABLE:
+        except BAD_BYTES:
             return False
         return True
 

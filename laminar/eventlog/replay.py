@@ -29,8 +29,9 @@ from laminar.eventlog.record import (
     StateHashRecord,
 )
 from laminar.eventlog.snapshot import Snapshot
-from laminar.events.base import Command, Stamped, WireError
+from laminar.events.base import Command, Stamped
 from laminar.events.codec import decode_command, decode_event, encode
+from laminar.events.families import WireError
 from laminar.names.ports import Disk
 
 Observer = Callable[[Stamped, list[Command], State], None]

@@ -168,7 +168,7 @@ class LogWriter:
         end = Takeover(self._header.segment, self._offset, self._crc)
         self._keeping = True
         keep, kept = partial(self._write_snapshot, state, end), partial(self._finish_snapshot, end)
-        background.run("snapshot", len(state.trajectories), keep, kept)
+        background.run("snapshot", len(state.work.trajectories), keep, kept)
         self._snapshot_seq = state.seq
         self._failed = False
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 import msgspec
 
 from laminar.events.base import Command
+from laminar.events.families import Item
 from laminar.events.reasons import DropReason, EndKind, PullPurpose
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
 
@@ -145,9 +146,7 @@ class GenerateTrajectory(Command, frozen=True, kw_only=True):
     seed: int
 
 
-class PlacedTrajectory(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class PlacedTrajectory(Item, frozen=True, kw_only=True, omit_defaults=True):
     """A trajectory and the placement that may act on it."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
@@ -178,9 +177,7 @@ class ReleaseTrajectories(Command, frozen=True, kw_only=True):
     items: tuple[PlacedTrajectory, ...]
 
 
-class TrajectoryEnding(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class TrajectoryEnding(Item, frozen=True, kw_only=True, omit_defaults=True):
     """The end of one trajectory; enough to write a row even if it was never opened."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
@@ -200,9 +197,7 @@ class EndTrajectories(Command, frozen=True, kw_only=True):
     endings: tuple[TrajectoryEnding, ...]
 
 
-class BatchCandidate(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class BatchCandidate(Item, frozen=True, kw_only=True, omit_defaults=True):
     """Facts about a finished group that a user's batch strategy may use."""
 
     group: GroupId
@@ -231,7 +226,7 @@ else:
     """What holds a command of any kind is decoded through its tag."""
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Envelope(Item, frozen=True, kw_only=True):
     """A command on the wire, with its id and the event that caused it."""
 
     command_id: int

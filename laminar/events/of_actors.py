@@ -10,6 +10,7 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, ends
+from laminar.events.families import Item
 from laminar.names.ids import TrajectoryId
 
 
@@ -62,7 +63,7 @@ class DataLoaded(Event, frozen=True, kw_only=True):
     digest: str
 
 
-class EndedTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EndedTrajectory(Item, frozen=True, kw_only=True):
     """The end of one trajectory in `trajectories-ended`."""
 
     trajectory_id: TrajectoryId = msgspec.field(name="trajectory")

@@ -10,21 +10,18 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, Settings, ends
+from laminar.events.families import Item
 from laminar.names.ids import GroupId
 
 
-class UnfinishedPrompt(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class UnfinishedPrompt(Item, frozen=True, kw_only=True, omit_defaults=True):
     """A prompt that was dispatched and has no end."""
 
     group: GroupId
     row_index: int = msgspec.field(name="row")
 
 
-class ForkOrigin(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class ForkOrigin(Item, frozen=True, kw_only=True, omit_defaults=True):
     """The checkpoint of another run with which a fork begins, and its position in the data."""
 
     run: str  #: directory of that run, as the user named it

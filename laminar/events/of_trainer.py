@@ -10,10 +10,11 @@ import msgspec
 
 from laminar.events import commands as cmd
 from laminar.events.base import Event, ends
+from laminar.events.families import Item
 from laminar.names.ids import TrajectoryId
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Checkpoint(Item, frozen=True, kw_only=True):
     """A checkpoint on disk, as it describes itself."""
 
     version: int
@@ -22,7 +23,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     digest: str  #: chained digest over the ids of all batches that made it
 
 
-class TrainFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainFunction(Item, frozen=True, kw_only=True):
     """A user function that computes losses or advantages."""
 
     setting: str
@@ -56,7 +57,7 @@ class StepRepeated(Event, frozen=True, kw_only=True):
     published: str  #: digest of those that were; empty: none were published, or it is unknown
 
 
-class ExcludedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExcludedRows(Item, frozen=True, kw_only=True):
     """Rows of a batch that were not trained: an engine that sampled them had other weights."""
 
     replica: str

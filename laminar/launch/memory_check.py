@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-import msgspec
-
 from laminar.actors.system.processes import assign_gpus
-from laminar.config import Config, ConfigError
+from laminar.config import Config, ConfigError, replace_keys
 from laminar.engines.check import count_gpus, weight_shapes
 from laminar.engines.environment import ASK_S, gpus_per_replica, visible_gpus
 from laminar.engines.hf_config import read_hf_config
@@ -275,7 +273,7 @@ def _suggest_fix(config: Config, run: MemoryEstimate) -> str:
     chosen: dict[str, Any] = {}
     over = run.compute_excess(config)
     for key, values in ways.items():
-        left = run.compute_excess(_apply_changes(config, chosen | {key: values[-1]}))
+        left = run.compute_excess(replace_keys(config, chosen | {key: values[-1]}))
         if left < over:
             chosen[key], over = values[-1], left
     if over:
@@ -284,7 +282,7 @@ def _suggest_fix(config: Config, run: MemoryEstimate) -> str:
         others = {name: value for name, value in chosen.items() if name != key}
         milder = [others, *(others | {key: value} for value in ways[key])]
         chosen = next(
-            tried for tried in milder if not run.compute_excess(_apply_changes(config, tried))
+            tried for tried in milder if not run.compute_excess(replace_keys(config, tried))
         )
     words = ", ".join(f"{key} = {str(value).lower()}" for key, value in chosen.items())
     return f"set {words}, or take a smaller model"
@@ -325,19 +323,6 @@ def _smaller_share(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, l
     present = config.rollout.vllm.gpu_memory_utilization
     if shares := [s for s in SHARES if s < present and s * gpu >= (1 + CACHE) * one]:
         yield VLLM_SHARE, shares
-
-
-def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return the config with these settings replaced, by dotted keys, without validation."""
-    for key, value in changes.items():
-        config = _replace_value(config, key.split("."), value)
-    return config
-
-
-def _replace_value(section: Any, path: Sequence[str], value: Any) -> Any:
-    first, *rest = path
-    new = _replace_value(getattr(section, first), rest, value) if rest else value
-    return msgspec.structs.replace(section, **{first: new})
 
 
 def _gpu_bytes(name: str) -> int:

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from laminar.config import Config, ConfigError
+from laminar.config import Config, ConfigError, replace_keys
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.steps.batching import STRATEGIES
 from laminar.engines.check import (
@@ -136,8 +134,7 @@ def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
     _check_longest_prompts(config, tokenizer, prompts.train, tools)
     first = prompts.train[0]
     ids = encode_prompt(tokenizer, first, config.data, tools)
-    reward = msgspec.structs.replace(config.reward, scope=spec.scope)
-    config = msgspec.structs.replace(config, reward=reward)
+    config = replace_keys(config, {"reward.scope": spec.scope})
     ends = end_ids(config.model.name, tokenizer)
     return RunPlan(
         config=config,
@@ -191,8 +188,8 @@ def look_at_environment(
     if not config.env.path:
         return config, False
     found = load_declaration(config.env)
-    env = msgspec.structs.replace(config.env, tools=found.tools)
-    config, tools = msgspec.structs.replace(config, env=env), decode_tools(env)
+    config = replace_keys(config, {"env.tools": found.tools})
+    tools = decode_tools(config.env)
     ends = end_ids(config.model.name, tokenizer)
     Renderer(tokenizer, config.data, tools, ends).check_template(CallParser(tokenizer, tools))
     return config, found.has_reward
@@ -201,10 +198,9 @@ def look_at_environment(
 def emulated_plan(config: Config) -> RunPlan:
     """Return the plan of an emulated run, which needs no checks."""
     scope = "group" if config.reward.scope == "group" else "trajectory"
-    reward = msgspec.structs.replace(config.reward, scope=scope)
     num_train = config.data.dataset_size - config.data.val_size
     return RunPlan(
-        config=msgspec.structs.replace(config, reward=reward),
+        config=replace_keys(config, {"reward.scope": scope}),
         num_train=num_train,
         num_held_out=config.data.val_size,
         overlap=0,

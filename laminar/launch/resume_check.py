@@ -16,11 +16,10 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from laminar.config import Config, ConfigError, dump_config, load_config
+from laminar.config import Config, ConfigError, dump_config, flatten_config, load_config
 from laminar.config.algorithm_rules import list_user_functions
 from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.system import RealDisk
@@ -85,21 +84,21 @@ def resumed_config(run_dir: Path, files: Sequence[str | Path], overrides: Sequen
     check_resumable(run_dir, state)
     place = _place_of(run_dir, own)
     if files:  # compared once "auto" settings are resolved
-        chosen = {key: values_of(own)[key] for key in CHOSEN}
+        chosen = {key: flatten_config(own)[key] for key in CHOSEN}
         config = load_config(files, [*overrides, *place], defaults=chosen)
     else:
         config = load_config([], [*overrides, *place], resolved=run_dir / CONFIG_FILE)
         check_unchanged(own, config)
     steps = config.trainer.total_training_steps
-    if steps and steps < state.steps_completed:
+    if steps and steps < state.steps.completed:
         raise ConfigError(
             f"trainer.total_training_steps = {steps}, but {run_dir} has completed "
-            f"{state.steps_completed} steps already: give as many at least"
+            f"{state.steps.completed} steps already: give as many at least"
         )
     check_checkpoints(run_dir, state)
     now = file_digests(list_user_functions(own.algorithm))
-    reason = find_other_function_reason(state.function_digests, now)
-    if reason and state.newest_version >= 0:
+    reason = find_other_function_reason(state.steps.function_digests, now)
+    if reason and state.versions.newest >= 0:
         raise ConfigError(f"{run_dir} cannot be resumed: {reason}")
     return config
 
@@ -114,10 +113,10 @@ def _place_of(run_dir: Path, own: Config) -> list[str]:
 
 def check_checkpoints(run_dir: Path, state: State) -> None:
     """Raise ConfigError if a checkpoint is damaged or another run's, or if there is none."""
-    chains = {trained.step_index + 1: trained.chain for trained in state.trained}
+    chains = {trained.step_index + 1: trained.chain for trained in state.steps.trained}
     found = []
     there = set((run_dir / CHECKPOINTS_DIR).glob("step_*"))
-    if state.origin is not None and (run_dir / ORIGIN_DIR).is_dir():
+    if state.data.origin is not None and (run_dir / ORIGIN_DIR).is_dir():
         there.add(run_dir / ORIGIN_DIR)
     for directory in sorted(there):
         try:
@@ -134,9 +133,9 @@ def check_checkpoints(run_dir: Path, state: State) -> None:
             what = "belongs to another run: the log has other trajectories in its steps"
             raise ConfigError(_format_unusable(directory, what))
         found.append(resume.step)
-    first = state.trained[0].step_index if state.trained else 0
+    first = state.steps.trained[0].step_index if state.steps.trained else 0
     if first and not any(step in chains for step in found):
-        origin = f", nor {run_dir / ORIGIN_DIR}" if state.origin is not None else ""
+        origin = f", nor {run_dir / ORIGIN_DIR}" if state.data.origin is not None else ""
         raise ConfigError(
             f"no checkpoint of step {first + 1} or later is in "
             f"{run_dir / CHECKPOINTS_DIR}{origin}, and the run cannot resume from earlier ones: "
@@ -210,7 +209,7 @@ def state_of(run_dir: Path) -> State:
 
 def check_unchanged(own: Config, now: Config) -> None:
     """Raise ConfigError for the first setting that differs and may not change."""
-    before, after = values_of(own), values_of(now)
+    before, after = flatten_config(own), flatten_config(now)
     for key in sorted(before.keys() | after.keys()):
         may = key in (*CHANGEABLE, *_PLACE) or key.startswith("slurm.")
         if before.get(key) != after.get(key) and not may:
@@ -222,18 +221,6 @@ def check_unchanged(own: Config, now: Config) -> None:
         raise ConfigError(
             "trainer.save_freq = 0 cannot be set when a run is resumed: give a number above 0"
         )
-
-
-def values_of(config: Config) -> dict[str, Any]:
-    """Return every setting by its dotted key."""
-    return _flatten_tree(msgspec.to_builtins(config))
-
-
-def _flatten_tree(tree: Any, key: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {key: tree}
-    parts = [_flatten_tree(value, f"{key}.{name}" if key else name) for name, value in tree.items()]
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def claim_run_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -> RunLock:

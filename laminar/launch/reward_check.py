@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console
 
 from laminar.config import ConfigError, RewardConfig
+from laminar.events.reasons import RewardOutcome
 from laminar.tasks.data.prompts import PromptRow, columns_of, from_plain
 from laminar.tasks.rewards.results import (
     FAILURES,
@@ -238,7 +239,7 @@ async def _in_worker(
                 results += (
                     [NOT_TRIED] * len(part.completions) if late else await _score_call(pool, part)
                 )
-                late = late or any(result.reason == "timeout" for result in results)
+                late = late or any(result.reason == RewardOutcome.TIMEOUT for result in results)
             found.append(results)
     finally:
         await pool.close()

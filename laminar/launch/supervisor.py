@@ -31,6 +31,7 @@ from rich.console import Console
 from laminar.config import Config
 from laminar.coordinator.restarts import GiveUp, Restarts
 from laminar.coordinator.takeover import ResumeRequest
+from laminar.core.state.failures import FailureKind
 from laminar.launch.node_restarts import NodeRestarter
 from laminar.launch.panel import ProgressPanel
 from laminar.launch.prefork import PreforkedNode
@@ -114,8 +115,8 @@ class Supervisor:
             self._nodes.start_all(self._start_first)
         with self.progress:
             over = self._watch_processes()
-            if over.reason and not self._lock.find_lost_reason():  # printed last
-                self.progress.add_note(f"the run cannot continue: {over.reason}")
+            if over.failure and not self._lock.find_lost_reason():  # printed last
+                self.progress.add_note(f"the run cannot continue: {over.failure.sentence}")
             self._end_processes(self._leave_s(over))
         sweep_arenas()  # left by a relay that was killed together with its node
         return over
@@ -125,7 +126,7 @@ class Supervisor:
         if self._lock.find_lost_reason():
             return NOTICE_S
         told = over.code != exit_codes.USER_ERROR and over.code in exit_codes.FINAL
-        return NODE_EXIT_S if told and not over.reason else 0.0
+        return NODE_EXIT_S if told and over.failure is None else 0.0
 
     def _watch_processes(self) -> GiveUp:
         again_s: float | None = None  #: time of the coordinator's next start
@@ -169,12 +170,12 @@ class Supervisor:
     def _given_up(self, no_coordinator: bool) -> GiveUp | None:
         """Return the reason to end the run without its coordinator, or None."""
         if reason := self._lock.find_lost_reason():
-            return GiveUp(exit_codes.USER_ERROR, reason)
+            return GiveUp.after(FailureKind.USER_MISTAKE, str(self.run_dir), reason)
         if self._asked.level < StopRequest.NOW:
             return None
         overdue = self._asked.since_now_s() > AT_ONCE_S
         if no_coordinator or overdue or self._asked.level == StopRequest.BY_FORCE:
-            return GiveUp(exit_codes.STOPPED_EARLY, f"stopped at once: {self._asked.reason}")
+            return GiveUp.after(FailureKind.STOPPED, self._asked.reason)
         return None
 
     def _start_coordinator(self) -> None:

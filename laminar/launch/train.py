@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from laminar.analysis.log.evaluations import format_accuracy, format_score, is_shaped
-from laminar.analysis.report.summary import summary_of, write_summary
+from laminar.analysis.report.summary import RunReplay, summarize_replay, write_summary
 from laminar.analysis.report.summary_lines import format_count, range_line
 from laminar.cluster.slurm import resume_command
 from laminar.config import Config, ConfigError, dump_config
 from laminar.config.algorithm_rules import OWN_AGGREGATION
 from laminar.coordinator.restarts import GiveUp
 from laminar.coordinator.takeover import ResumeRequest
+from laminar.core.state.failures import Failure, FailureKind
 from laminar.engines.check import probe_vllm
+from laminar.events.base import COORDINATOR
 from laminar.launch.env_check import show_resets
 from laminar.launch.exit_handling import print_error
 from laminar.launch.memory_check import check_memory, memory_lines
@@ -81,7 +83,7 @@ def run_training(
     forked: ForkStart | None = None,
     console: Terminal | None = None,
 ) -> GiveUp:
-    """Check, start, watch and report a run; return how it ended, with the reason of a failure."""
+    """Check, start, watch and report a run; return how it ended, with its failure."""
     console = console or Terminal()
     config = check_settings(config)
     starts = not (arguments.dry_run or arguments.prepare)
@@ -104,7 +106,7 @@ def run_training(
                 return GiveUp(_get_exit_code(console))
             if asked.level and not arguments.resume:  # its coordinator has not started
                 shutil.rmtree(run_dir)
-                return GiveUp(exit_codes.STOPPED_EARLY, f"stopped by {asked.reason}")
+                return GiveUp.after(FailureKind.STOPPED_EARLY, asked.reason)
             console.when_gone(
                 f"the output is closed; the run continues, and `{shell_command('stop', run_dir)}` "
                 "ends it"
@@ -197,20 +199,20 @@ def place_of(config: Config, move_old: bool, *, dry_run: bool = False) -> Path:
 
 
 def report_end(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
-    """Print the closing lines and return how the run ended, with the logged reason.
+    """Print the closing lines and return how the run ended, with the logged failure.
 
     The lines have no influence on the outcome.
     """
-    reason = over.reason
     try:
-        summary = summary_of(run_dir)
-        if over == GiveUp(exit_codes.FAILED) and not summary["failure"]:
-            over = GiveUp(over.code, UNHANDLED)
-        reason = summary["failure"] or over.reason
+        run = RunReplay(run_dir)
+        summary, failed = summarize_replay(run), run.state.run.failed or over.failure
+        if over.code == exit_codes.FAILED and failed is None:
+            failed = Failure(FailureKind.NOT_HANDLED, COORDINATOR, detail=UNHANDLED)
+        over = GiveUp(over.code, failed)
         lines = [*summary_lines(summary, run_dir, over), *_write_summary(run_dir, summary)]
     except ConfigError as error:  # the coordinator ended before it had logged anything
         lines = [f"no summary: {error}"]
-        lines += [f"the run FAILED   {over.reason}"] if over.reason else []
+        lines += [f"the run FAILED   {over.failure.sentence}"] if over.failure else []
     except KeyboardInterrupt:
         shown = shell_command("report", run_dir)
         lines = [f"no summary: interrupted; the run is over, `{shown}` shows it"]
@@ -221,7 +223,7 @@ def report_end(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
             "laminar",
             f"{run_dir} has ended with code {over.code}; `{shell_command('report', run_dir)}`",
         )
-    return GiveUp(over.code, reason)
+    return over
 
 
 def _write_summary(run_dir: Path, summary: dict[str, Any]) -> list[str]:
@@ -312,14 +314,14 @@ def _format_model(c: Config) -> str:
 def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[str]:
     """Return the last lines: the outcome, where to look next, and how to resume."""
     lines = [""]
-    failure = summary["failure"] or over.reason
     if over.code == exit_codes.PAUSED:
         lines.append("the run is paused; unfinished work is saved")
-    elif over.code == exit_codes.STOPPED_EARLY:
-        lines.append(f"the run ended    {failure}")
-    elif failure:
+    elif over.code == exit_codes.STOPPED_EARLY and over.failure:
+        lines.append(f"the run ended    {over.failure.sentence}")
+    elif over.failure:
         lines += [
-            f"the run FAILED   {failure}",
+            f"the run FAILED   {over.failure.sentence}",
+            f"what to do       {over.failure.kind.record.remedy}",
             f"what led to it   {run_dir}/logs/latest/*.jsonl; "
             f"{shell_command('log', 'tail', run_dir)}",
         ]

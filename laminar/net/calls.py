@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
+from laminar.events.families import Item
 
 FLUSH_S = 2.0  #: how long a closing client waits for acknowledgements
 
@@ -25,12 +25,12 @@ class RpcError(RuntimeError):
     """A refusal by the server, which handled the request; the text is the server's."""
 
 
-class Request(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class Request(Item, frozen=True, gc=False):
     id: int  #: counts from 1 in each client process
     body: bytes
 
 
-class Reply(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class Reply(Item, frozen=True, gc=False):
     id: int
     body: bytes
     error: str | None = None

@@ -22,12 +22,11 @@ from pathlib import Path
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.events.base import WireError
+from laminar.events.families import BAD_BYTES, WireError
 from laminar.names.ports import is_transient
 from laminar.net.addresses import MACHINE, is_loopback
 from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S
-from laminar.net.frames import BAD_BYTES
 from laminar.net.session import MS, ClientLink, LinkClosed, LinkState, RunOver
 from laminar.net.transport import ClientSocket
 from laminar.run.renames import write_whole

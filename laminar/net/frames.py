@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from laminar.events.base import WireError
+from laminar.events.families import Family, Item
 
 FRAME_BYTES_MAX = 16 << 20  #: bytes, for any socket; a control message and its envelope fit
 MAX_TEXT = 4096  #: characters of a reason or an info value
@@ -24,7 +24,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
-class Frame(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag=str.lower):
+class Frame(Item, frozen=True, gc=False, tag=str.lower):
     """Base of all frames: a MessagePack map with the lower-case name under "type"."""
 
 
@@ -96,35 +96,11 @@ class Bye(Frame, frozen=True):
 ClientFrame: TypeAlias = Hello | Data | Ack | Gauge | Heartbeat | Bye | Ask
 ServerFrame: TypeAlias = Welcome | Data | Ack | Refused
 
+_TOO_LARGE = "a frame of {size} bytes exceeds the limit of {limit}"
 _encoder = msgspec.msgpack.Encoder()
-_client_frames: msgspec.msgpack.Decoder[ClientFrame] = msgspec.msgpack.Decoder(ClientFrame)
-_server_frames: msgspec.msgpack.Decoder[ServerFrame] = msgspec.msgpack.Decoder(ServerFrame)
-#: Exceptions of a typed decoder on hostile bytes; the last two are not msgspec's.
-BAD_BYTES = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+decode_client = Family[ClientFrame](ClientFrame, "invalid client frame: {error}", _TOO_LARGE).decode
+decode_server = Family[ServerFrame](ServerFrame, "invalid server frame: {error}", _TOO_LARGE).decode
 
 
 def encode(frame: Frame) -> bytes:
     return _encoder.encode(frame)
-
-
-def decode_client(frame: bytes, max_bytes: int) -> ClientFrame:
-    """Decode a frame that a client may send; WireError for anything else."""
-    _check_size(frame, max_bytes)
-    try:
-        return _client_frames.decode(frame)
-    except BAD_BYTES as error:
-        raise WireError(f"invalid client frame: {error}") from error
-
-
-def decode_server(frame: bytes, max_bytes: int) -> ServerFrame:
-    """Decode a frame that a server may send; WireError for anything else."""
-    _check_size(frame, max_bytes)
-    try:
-        return _server_frames.decode(frame)
-    except BAD_BYTES as error:
-        raise WireError(f"invalid server frame: {error}") from error
-
-
-def _check_size(frame: bytes, max_bytes: int) -> None:
-    if len(frame) > max_bytes:
-        raise WireError(f"a frame of {len(frame)} bytes exceeds the limit of {max_bytes}")

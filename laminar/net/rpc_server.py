@@ -14,43 +14,41 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
-from laminar.events.base import WireError
+from laminar.events.families import Family, WireError
 from laminar.net.auth import RunKeys
 from laminar.net.calls import Handler, Reply, Request, RpcError, ServingState
 from laminar.net.client import LINGER_MS, now_ns
 from laminar.net.descriptors import clients_allowed
-from laminar.net.frames import BAD_BYTES, FRAME_BYTES_MAX, Hello, Refused, decode_client, encode
-from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink, describe_client_limit
+from laminar.net.frames import FRAME_BYTES_MAX, Hello, Refused, decode_client, encode
+from laminar.net.links import Links
+from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
-from laminar.net.wakeups import Wakeups
 
 RETRY_MS = 250  #: the pause before a held request is passed to the handler again
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(Request).decode
-
-_Key = tuple[str, str]  #: name and boot id of a peer
+_requests = Family[Request](Request, "a message is not a request: {error}")
 
 
-class _Peer:
-    """A client of an RpcServer."""
+class _Peer(ServerLink):
+    """The link of a client of an RpcServer."""
 
-    def __init__(self, link: ServerLink, route: bytes) -> None:
-        self.key = (link.name, link.boot_id)
-        self.link = link
-        self.route = route  #: routing id of its newest connection
+    def __init__(self, hello: Hello, server_boot: str, limits: Limits) -> None:
+        super().__init__(
+            hello, server_boot=server_boot, incarnation=hello.incarnation, limits=limits
+        )
         self.requests: deque[tuple[int, Request]] = deque()  #: (number on the link, request)
         self.replies: deque[bytes] = deque()  #: replies for which its outbox had no room
 
     def flush(self) -> None:
         """Queue replies while there is room; a refused client gets none."""
-        while self.replies and self.link.state is LinkState.UP:
+        while self.replies and self.state is LinkState.UP:
             try:
-                self.link.send(self.replies[0])
+                self.send(self.replies[0])
             except OutboxFull:
                 return
             self.replies.popleft()
@@ -83,14 +81,10 @@ class RpcServer:
         self._boot_id = boot_id
         self._lease_ns = lease_ms * MS
         self._on_peer_lost = on_peer_lost
-        self._peers: dict[_Key, _Peer] = {}  #: peers by name and boot id
-        self._routes: dict[bytes, _Peer] = {}
-        self._awake: dict[_Key, None] = {}  #: peers to attend to in this turn
-        self._wakeups = Wakeups[_Key]()  #: wakeups of peers with something to resend
-        self._held: dict[_Key, None] = {}  #: peers with a request that could not be handled yet
-        self._peers_max = clients_allowed()
+        self._links = Links[_Peer](clients_allowed())
+        self._held: dict[str, None] = {}  #: boot ids with a request that could not be handled yet
         self._links_made = 0
-        self._looked_ns = now_ns()
+        self._looked_ns = self._grace_from_ns = now_ns()
         self._next_look_ns = self._looked_ns + self._lease_ns  #: no present lease ends before
         self._serving = ServingState()
         self.bad_frames = 0
@@ -112,7 +106,8 @@ class RpcServer:
     def retry_held(self) -> None:
         """Hand held requests to the handler now instead of after RETRY_MS."""
         if self._serving:
-            self._awake.update(self._held)
+            for boot_id in self._held:
+                self._links.wake(boot_id)
             self._run_turn()
 
     async def close(self) -> None:
@@ -124,90 +119,73 @@ class RpcServer:
             frames = self._socket.drain_frames()
             for route, frame in frames:
                 self._receive_frame(route, frame, now_ns())
-            self._awake.update(dict.fromkeys(self._wakeups.take_due(now_ns())))
-            self._handle_requests()
-            self._send_due()
-            self._awake.clear()
+            due = self._links.take_due(now_ns())
+            self._handle_requests(due)
+            self._send_due(due)
             if len(frames) < DRAIN_FRAMES:
                 self._judge_silence(now_ns())
         except Exception as error:
             self._end_serving(error)
 
     def _receive_frame(self, route: bytes, frame: bytes, now: int) -> None:
-        peer = self._routes.get(route)
         try:
-            if peer is None:
-                peer = self._connect_peer(route, frame, now)
-            else:
-                self._take_requests(peer, peer.link.receive(frame, now))
+            peer = self._links.find(route) or self._connect_peer(route, frame)
+            if peer is not None:
+                self._links.wake(peer.boot_id)
+                self._take_requests(peer, self._links.receive(peer, frame, now))
         except WireError:
             self.bad_frames += 1
-        if peer is not None:
-            self._awake[peer.key] = None
 
-    def _connect_peer(self, route: bytes, frame: bytes, now: int) -> _Peer | None:
+    def _connect_peer(self, route: bytes, frame: bytes) -> _Peer | None:
         """Assign a new connection to its client, which may be new or may have reconnected."""
         hello = decode_client(frame, self._limits.max_frame)
         if not isinstance(hello, Hello):
             return None  # sent before our start: the sender will say Hello when it gets no answer
-        peer = self._peers.get((hello.name, hello.boot_id))
-        if peer is None and len(self._peers) >= self._peers_max:
-            self._socket.send(route, encode(Refused(describe_client_limit(self._peers_max))))
-            return None
+        peer = self._links.get(hello.boot_id)
         if peer is None:
-            peer = self._peers[hello.name, hello.boot_id] = self._make_peer(hello, route, now)
-        else:
-            peer.link.receive(frame, now)
-            del self._routes[peer.route]
-        peer.route = route
-        self._routes[route] = peer
+            if reason := self._links.find_refusal_reason():
+                self._socket.send(route, encode(Refused(reason)))
+                return None
+            self._links_made += 1
+            peer = _Peer(hello, f"{self._boot_id}.{self._links_made}", self._limits)
+            self._links.add(peer)
+        self._links.connect(hello.boot_id, route)
         return peer
 
-    def _make_peer(self, hello: Hello, route: bytes, now: int) -> _Peer:
-        self._links_made += 1
-        link = ServerLink(
-            hello,
-            server_boot=f"{self._boot_id}.{self._links_made}",
-            incarnation=hello.incarnation,
-            now_ns=now,
-            limits=self._limits,
-        )
-        return _Peer(link, route)
-
     def _take_requests(self, peer: _Peer, bodies: list[tuple[int, bytes]]) -> None:
-        if peer.link.state is LinkState.CLOSED:
+        if peer.state is LinkState.CLOSED:
             self._drop_peer(peer)
         for seq, body in bodies:
             if seq == 0:
-                peer.link.refuse_client("a gauge is not a request")
+                peer.refuse_client("a gauge is not a request")
                 continue
             try:
-                peer.requests.append((seq, _decode_request(body)))
-            except BAD_BYTES as error:
-                peer.link.refuse_client(f"a message is not a request: {error}")
+                peer.requests.append((seq, _requests.decode(body, self._limits.max_frame)))
+            except WireError as error:
+                peer.refuse_client(str(error))
 
-    def _handle_requests(self) -> None:
+    def _handle_requests(self, due: list[_Peer]) -> None:
         """Hand all waiting requests to the handler, except of peers that read no replies."""
         taken: list[tuple[_Peer, int, Request]] = []
-        for peer in self._select_known(self._awake):
+        for peer in due:
             peer.flush()
             if not peer.replies:
                 taken += [(peer, seq, request) for seq, request in peer.requests]
                 peer.requests.clear()
         if not taken:
             return
-        replies = self._handle_batch([(p.link.boot_id, r.id, r.body) for p, _, r in taken])
+        replies = self._handle_batch([(p.boot_id, r.id, r.body) for p, _, r in taken])
         for peer, _, _ in taken:
-            self._held.pop(peer.key, None)
+            self._held.pop(peer.boot_id, None)
         for (peer, seq, request), reply in zip(taken, replies, strict=True):
-            if reply is None or peer.key in self._held:
-                self._held[peer.key] = None
+            if reply is None or peer.boot_id in self._held:
+                self._held[peer.boot_id] = None
                 peer.requests.append((seq, request))
             else:
                 peer.replies.append(self._encode_reply(request.id, reply))
-                peer.link.mark_processed(seq)
-        for key in self._held:
-            self._wakeups.schedule_wakeup(key, now_ns() + RETRY_MS * MS)
+                peer.mark_processed(seq)
+        for boot_id in self._held:
+            self._links.wake_at(boot_id, now_ns() + RETRY_MS * MS)
 
     def _encode_reply(self, number: int, answer: bytes | RpcError) -> bytes:
         if isinstance(answer, RpcError):
@@ -217,15 +195,11 @@ class RpcServer:
             return reply
         return _encode(Reply(number, b"", f"the reply of {len(answer)} bytes is too large"))
 
-    def _send_due(self) -> None:
-        for peer in self._select_known(self._awake):
+    def _send_due(self, due: list[_Peer]) -> None:
+        for peer in due:
             peer.flush()
-            for frame in peer.link.poll(now_ns()):
-                self._socket.send(peer.route, frame)
-            self._wakeups.schedule_wakeup(peer.key, peer.link.next_due_ns())
-
-    def _select_known(self, keys: Iterable[_Key]) -> list[_Peer]:
-        return [self._peers[key] for key in keys if key in self._peers]
+            for route, frame in self._links.poll(peer, now_ns()):
+                self._socket.send(route, frame)
 
     def _judge_silence(self, now: int) -> None:
         """Drop peers whose lease ended; the socket must be empty, so that all they sent was read.
@@ -233,26 +207,23 @@ class RpcServer:
         Messages and this process's own pauses only extend leases, and a new peer has a whole lease:
         so no peer needs a look before the first of the present leases can end.
         """
-        paused = now - self._looked_ns > self._lease_ns // 3
+        if now - self._looked_ns > self._lease_ns // 3:
+            self._grace_from_ns = now
         self._looked_ns = now
-        if not paused and now <= self._next_look_ns:
+        if now <= self._next_look_ns:
             return
         self._next_look_ns = now + self._lease_ns
-        for peer in list(self._peers.values()):
-            if paused:
-                peer.link.reset_silence(now)
-                continue
-            silent_ns = peer.link.silent_ns(now)
-            if silent_ns > self._lease_ns:
+        for peer in self._links:
+            heard_ns = max(self._links.heard_ns[peer.boot_id], self._grace_from_ns)
+            if now - heard_ns > self._lease_ns:
                 self._drop_peer(peer)
             else:
-                self._next_look_ns = min(self._next_look_ns, now - silent_ns + self._lease_ns)
+                self._next_look_ns = min(self._next_look_ns, heard_ns + self._lease_ns)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        del self._peers[peer.key]
-        del self._routes[peer.route]
-        self._held.pop(peer.key, None)
-        self._on_peer_lost(peer.link.boot_id)
+        self._links.drop(peer.boot_id)
+        self._held.pop(peer.boot_id, None)
+        self._on_peer_lost(peer.boot_id)
 
     def _end_serving(self, error: Exception | None) -> None:
         self._socket.close(LINGER_MS)

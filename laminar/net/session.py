@@ -36,7 +36,7 @@ from enum import StrEnum
 
 import msgspec
 
-from laminar.events.base import WireError
+from laminar.events.families import WireError
 from laminar.net.frames import (
     FRAME_BYTES_MAX,
     MAX_TEXT,
@@ -219,18 +219,10 @@ class LinkState(StrEnum):
     CLOSED = "closed"
 
 
-def describe_client_limit(clients: int) -> str:
-    """Return the refusal for a client beyond the limit."""
-    return (
-        f"the server has {clients} clients, its maximum; start fewer processes, or raise its "
-        "limit of open files (ulimit -n)"
-    )
-
-
 class _Link:
     """The common part of both ends: outbox, inbox, state, and the sequenced frames that are due."""
 
-    def __init__(self, state: LinkState, server_boot: str, limits: Limits, now_ns: int) -> None:
+    def __init__(self, state: LinkState, server_boot: str, limits: Limits) -> None:
         self.state = state
         self.reason = ""  #: why it was refused or closed
         self.again = False  #: refused for its silence; a new process may take its place
@@ -238,17 +230,12 @@ class _Link:
         self.limits = limits
         self.outbox = Outbox(limits)
         self.inbox = Inbox()
-        self._heard_ns = now_ns
 
     def send(self, body: bytes) -> int:
         """Queue `body` and return its number; OutboxFull, LinkClosed, ValueError: too large."""
         if self.state in (LinkState.REFUSED, LinkState.CLOSED):
             raise LinkClosed(f"the link is {self.state}: {self.reason}")
         return self.outbox.append(body)
-
-    def silent_ns(self, now_ns: int) -> int:
-        """Return the nanoseconds since the peer was last heard."""
-        return now_ns - self._heard_ns
 
     def _take_sequenced(self, now_ns: int) -> list[bytes]:
         inbox, boot, due = self.inbox, self.server_boot, self.outbox.take_due(now_ns)
@@ -274,7 +261,7 @@ class ClientLink(_Link):
         info: dict[str, str] | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
     ) -> None:
-        super().__init__(LinkState.JOINING, "", limits, now_ns)
+        super().__init__(LinkState.JOINING, "", limits)
         self.name = name
         self.role = role
         self.boot_id = boot_id
@@ -283,10 +270,15 @@ class ClientLink(_Link):
         self._heartbeat_ns = heartbeat_ns
         self._inboxes: dict[str, Inbox] = {}  #: inboxes by server boot, the current one last
         self._gauges: deque[bytes] = deque(maxlen=GAUGES_WAITING)
+        self._heard_ns = now_ns
         self._asked_ns = now_ns  #: when a frame that wants an answer was last sent
         self._hello_ns = now_ns  #: when the next Hello is due
         self._hello_wait_ns = RESEND_MIN_NS
         self._bye_due = False
+
+    def silent_ns(self, now_ns: int) -> int:
+        """Return the nanoseconds since the server was last heard."""
+        return now_ns - self._heard_ns
 
     def send_gauge(self, body: bytes) -> None:
         """Send `body` with the next poll; dropped if the link is not up."""
@@ -408,7 +400,6 @@ class ServerLink(_Link):
         *,
         server_boot: str,
         incarnation: int,
-        now_ns: int,
         last_seq: int | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
     ) -> None:
@@ -417,7 +408,7 @@ class ServerLink(_Link):
         `last_seq`: the last number of this client on the owner's record, 0 for a new client; None
         for an owner without a record, which starts where the client says.
         """
-        super().__init__(LinkState.UP, server_boot, limits, now_ns)
+        super().__init__(LinkState.UP, server_boot, limits)
         self.name = hello.name
         self.role = hello.role
         self.boot_id = hello.boot_id
@@ -437,7 +428,6 @@ class ServerLink(_Link):
         if isinstance(message, Hello):
             self._handle_hello(message)
         elif isinstance(message, Gauge):
-            self._heard_ns = now_ns
             return [(0, message.body)]
         elif isinstance(message, Ask):
             raise WireError(f"{self.name} sent a user's request on the link of a process")
@@ -445,7 +435,6 @@ class ServerLink(_Link):
             self.state, self.reason = LinkState.CLOSED, "the client sent Bye"
         else:
             return self._handle_sequenced(message, now_ns)
-        self._heard_ns = now_ns
         return []
 
     def mark_processed(self, peer_seq: int) -> None:
@@ -456,10 +445,6 @@ class ServerLink(_Link):
         """Refuse this client and tell it why; `again`: a new process may take its place."""
         self.state, self._answer_due = LinkState.REFUSED, True
         self.reason, self.again = reason[:MAX_TEXT], again
-
-    def reset_silence(self, now_ns: int) -> None:
-        """Measure silence from now: the owner itself was paused and could not listen."""
-        self._heard_ns = now_ns
 
     def poll(self, now_ns: int) -> list[bytes]:
         """Return the frames that are due now."""
@@ -505,7 +490,6 @@ class ServerLink(_Link):
     ) -> list[tuple[int, bytes]]:
         if message.boot == self.server_boot:
             self.outbox.acknowledge_up_to(message.ack, now_ns)
-        self._heard_ns = now_ns
         if isinstance(message, Heartbeat):
             self.inbox.ack_due = True
         elif isinstance(message, Data) and self.inbox.accept_number(message.seq):

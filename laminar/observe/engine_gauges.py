@@ -93,9 +93,9 @@ class StepGauges:
 def _get_report(stamped: Stamped, state: State) -> ev.TokenProgress | None:
     """Return the report of a serving replica; None for a former process of its name."""
     event, replica = stamped.event, stamped.peer
-    if not isinstance(event, ev.TokenProgress) or replica not in state.replicas:
+    if not isinstance(event, ev.TokenProgress) or replica not in state.members.replicas:
         return None
-    return event if state.actors[replica].incarnation == stamped.incarnation else None
+    return event if state.members.actors[replica].incarnation == stamped.incarnation else None
 
 
 class RepackCounts:
@@ -114,7 +114,7 @@ class RepackCounts:
             if isinstance(command, cmd.ReleaseTrajectories):
                 self.emptied += 1
             elif isinstance(command, cmd.GenerateTrajectory):
-                progress = state.progress.get(command.trajectory_id)
+                progress = state.repack.progress.get(command.trajectory_id)
                 self.moves += progress is not None and bool(progress.source)
 
     def drain_figures(self) -> dict[str, float]:

@@ -98,28 +98,28 @@ class MetricsWriter:
         elif isinstance(event, ev.StepCompleted):
             figures = self._step(stamped, event, state) | _trained_groups(commands, state)
             self._write(stamped, event.step_index + 1, figures)
-        if len(state.evaluations) > self._evaluations:
-            self._evaluations = len(state.evaluations)
-            facts = evaluation_scores.describe_evaluation(state.evaluations[-1])
+        if len(state.evaluations.results) > self._evaluations:
+            self._evaluations = len(state.evaluations.results)
+            facts = evaluation_scores.describe_evaluation(state.evaluations.results[-1])
             self._write(stamped, facts["step"], _compute_evaluation(facts))
 
     def _step(self, stamped: Stamped, event: ev.StepCompleted, state: State) -> dict[str, float]:
         """Return the trainer's figures together with those of the coordinator."""
-        ledger = state.ledger
+        ledger = state.work.ledger
         then, tokens_before = self._last
         seconds = (stamped.time_ns - then) / 1e9 if then else 0.0
-        generated = sum(r.tokens_total for r in state.replicas.values())
+        generated = sum(r.tokens_total for r in state.members.replicas.values())
         self._last = (stamped.time_ns, generated)
         trained = max(ledger.trajectories.trained, 1)
         figures = {
             _STEP: event.step_index + 1,
             "training/weights_unchanged": float(not event.changed),
-            "staleness/mean": state.staleness_sum / trained,
-            "staleness/max": state.staleness_max,
+            "staleness/mean": state.steps.staleness_sum / trained,
+            "staleness/max": state.steps.staleness_max,
             "weights/version_lag": event.version
-            - min((r.version for r in state.replicas.values()), default=event.version),
-            "rollout/inflight": sum(len(r.running) for r in state.replicas.values()),
-            "rollout/queue": len(state.ready),
+            - min((r.version for r in state.members.replicas.values()), default=event.version),
+            "rollout/inflight": sum(len(r.running) for r in state.members.replicas.values()),
+            "rollout/queue": len(state.work.ready),
             "ledger/issued_tokens": ledger.tokens.issued,
             "ledger/trained_tokens": ledger.tokens.trained,
             "ledger/evaluated_tokens": ledger.tokens.evaluated,
@@ -157,7 +157,7 @@ def _trained_groups(commands: list[Command], state: State) -> dict[str, float]:
     """Return how many groups of the step have siblings that different weights generated."""
     endings = [e for c in commands if isinstance(c, cmd.EndTrajectories) for e in c.endings]
     groups = {ending.group for ending in endings if ending.end == "trained"}
-    return {"groups/mixed_versions": float(sum(state.groups[g].mixed for g in groups))}
+    return {"groups/mixed_versions": float(sum(state.work.groups[g].mixed for g in groups))}
 
 
 def _compute_evaluation(facts: dict[str, Any]) -> dict[str, float]:
@@ -180,7 +180,7 @@ def _compute_evaluation(facts: dict[str, Any]) -> dict[str, float]:
 
 def _reward_errors(state: State) -> dict[str, float]:
     """Return the number of responses on which the reward failed, by reason and in total."""
-    errors = state.rewards.errors if state.rewards else {}
+    errors = state.signals.rewards.errors if state.signals.rewards else {}
     by_reason = {f"reward/errors/{reason}": count for reason, count in errors.items()}
     return {"reward/errors/total": sum(errors.values()), **by_reason}
 

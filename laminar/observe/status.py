@@ -21,9 +21,10 @@ from laminar.core.scheduling.admission import find_full_resource, find_not_admit
 from laminar.core.state import keys
 from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.indexes import indexes_of, is_streaming
+from laminar.core.state.members import Replica
 from laminar.core.state.process_failures import ProcessFailures
 from laminar.core.state.replica_index import Kind
-from laminar.core.state.state import Replica, State
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase, TrajectoryStatus
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -68,14 +69,14 @@ class StatusWriter:
             self.last_metrics = metrics
         if isinstance(stamped.event, ev.StepCompleted):
             self.left_out += map(format_left_out, stamped.event.left_out)
-        if now - self._written >= INTERVAL_S or state.phase == Phase.ENDED or metrics:
+        if now - self._written >= INTERVAL_S or state.run.phase == Phase.ENDED or metrics:
             self._write(now, stamped.time_ns, state)
 
     def _write(self, now: float, time_ns: int, state: State) -> None:
         """Write the status; `time_ns`: of the event, by the clock of the run."""
         self._written = now
         then, before = self._tokens
-        total = sum(r.tokens_total for r in state.replicas.values())
+        total = sum(r.tokens_total for r in state.members.replicas.values())
         if now - then >= 2.0:
             self._rate = max(total - before, 0) / (now - then)
             self._tokens = (now, total)
@@ -87,33 +88,34 @@ class StatusWriter:
         self._file.write([msgspec.json.encode(found[-1])])
 
     def _build_status(self, state: State) -> dict[str, Any]:
-        trained = state.ledger.trajectories.trained
+        trained = state.work.ledger.trajectories.trained
+        failed = state.run.failed or state.run.drain_failure
         return {
-            "phase": state.phase,
-            "pause": "pausing" if state.pausing else "paused" if state.paused else "",
+            "phase": state.run.phase,
+            "pause": "pausing" if state.run.pausing else "paused" if state.run.paused else "",
             "event": state.seq,
-            "step": state.steps_completed,
+            "step": state.steps.completed,
             "total_steps": state.settings.total_steps,
             "reward": self.last_metrics.get("reward/mean"),
             "tokens_per_s": self._rate,
-            "staleness_mean": state.staleness_sum / trained if trained else 0.0,
-            "staleness_max": state.staleness_max,
-            "newest_version": state.newest_version,
-            "groups_ready": len(state.ready),
+            "staleness_mean": state.steps.staleness_sum / trained if trained else 0.0,
+            "staleness_max": state.steps.staleness_max,
+            "newest_version": state.versions.newest,
+            "groups_ready": len(state.work.ready),
             "trainer": _describe_trainer(state),
             "replicas": self._describe_replicas(state),
-            "evaluations": [describe_evaluation(result) for result in state.evaluations],
-            "evaluating": state.evaluation is not None,
-            "export": state.export_path,
-            "failure": state.failure or state.drained_for,
+            "evaluations": [describe_evaluation(result) for result in state.evaluations.results],
+            "evaluating": state.evaluations.running is not None,
+            "export": state.versions.export_path,
+            "failure": failed.sentence if failed is not None else "",
             "reward_errors": reward_errors(state),
             "left_out": list(self.left_out),
-            "warnings": list(state.warnings.values()),
-            "silent_nodes": [a.name for a in state.actors.values() if a.silent and a.alive],
+            "warnings": list(state.signals.warnings.values()),
+            "silent_nodes": [a.name for a in state.members.actors.values() if a.silent and a.alive],
             "awaited": _list_awaited(state),
             "lost_by": dict(self._losses.why),
             "repack": self._describe_repack(state),
-            "processes": {a.name: a.pid for a in state.actors.values()},
+            "processes": {a.name: a.pid for a in state.members.actors.values()},
         }
 
     def _describe_repack(self, state: State) -> dict[str, int] | None:
@@ -130,11 +132,11 @@ class StatusWriter:
         """
         doing: dict[Kind | None, str] = {}
         shown = {}
-        for name, replica in state.replicas.items():
+        for name, replica in state.members.replicas.items():
             kind = indexes_of(state).replicas.get_kind(name)
             if kind is None or kind not in doing:
                 refused = find_not_admitted_reason(state, replica) or "admitting"
-                begins = state.phase == Phase.STARTING
+                begins = state.run.phase == Phase.STARTING
                 doing[kind] = "pulling" if replica.loading else "starting" if begins else refused
             resetting, slots = _count_resetting(state, replica), _count_slots(state, replica)
             begun = len(replica.running) - resetting
@@ -165,18 +167,20 @@ def _describe_activity(state: State, replica: Replica, doing: str) -> str:
 
 def _describe_trainer(state: State) -> str:
     """Return the trainer's activity; a new process repeats the steps after its checkpoint."""
-    if any(state.actors[name].role == Role.TRAINER for name in _list_awaited(state)):
+    if any(state.members.actors[name].role == Role.TRAINER for name in _list_awaited(state)):
         return "away"
-    if 0 <= state.steps_repeated < state.steps_completed:
-        return f"repeating step {state.steps_repeated + 1} of {state.steps_completed}"
-    return "training" if state.batch else "waiting"
+    if 0 <= state.steps.repeated < state.steps.completed:
+        return f"repeating step {state.steps.repeated + 1} of {state.steps.completed}"
+    return "training" if state.steps.batch else "waiting"
 
 
 def _list_awaited(state: State) -> list[str]:
     """Return the lost processes that still have time to come back."""
-    timers = state.timers
+    timers = state.orders.timers
     return [
-        a.name for a in state.actors.values() if not a.alive and keys.rejoin_timer(a.name) in timers
+        a.name
+        for a in state.members.actors.values()
+        if not a.alive and keys.rejoin_timer(a.name) in timers
     ]
 
 
@@ -189,7 +193,7 @@ def _count_resetting(state: State, replica: Replica) -> int:
     """Return the trajectories that hold a place in the engine while their environment resets."""
     if not state.settings.has_environment:
         return 0
-    known = state.trajectories
+    known = state.work.trajectories
     return sum(known[name].status == TrajectoryStatus.DISPATCHED for name in replica.running)
 
 
@@ -204,7 +208,7 @@ def format_left_out(part: ev.ExcludedRows) -> str:
 
 def reward_errors(state: State) -> dict[str, Any] | None:
     """Return counts of failed rewards and the first failure; None if there were none."""
-    rewards = state.rewards
+    rewards = state.signals.rewards
     if rewards is None or not rewards.errors:
         return None
     return {"answers": rewards.answers, "by_reason": rewards.errors, "first": rewards.first}

@@ -67,12 +67,12 @@ class WarningMonitor:
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         if isinstance(stamped.event, ev.StepCompleted):
             self.take_figures(stamped.event.metrics)
-        if state.phase == Phase.ENDED:
+        if state.run.phase == Phase.ENDED:
             return
         for kind, text in self._find_warnings(stamped, state):
-            if kind not in state.warnings and kind not in self._given:
+            if kind not in state.signals.warnings and kind not in self._given:
                 self._given.add(kind)
-                step = state.steps_completed
+                step = state.steps.completed
                 self._report(ev.TrainingWarning(kind=kind, step=step, text=text))
 
     def take_figures(self, figures: Figures) -> None:
@@ -100,8 +100,8 @@ class WarningMonitor:
             yield from _check_mismatch(event)
             yield from _prompts_differ(event)
             yield from self._check_step(state)
-        if len(state.evaluations) > self._evaluations:
-            self._evaluations = len(state.evaluations)
+        if len(state.evaluations.results) > self._evaluations:
+            self._evaluations = len(state.evaluations.results)
             yield from _check_evaluation_drop(state)
 
     def _check_step(self, state: State) -> Iterator[tuple[str, str]]:
@@ -185,8 +185,11 @@ class WarningMonitor:
         return now is not None and now > max(self._at_first(REWARD), default=now)
 
     def _check_gradients(self, state: State) -> Iterator[tuple[str, str]]:
-        if state.nonfinite_in_row >= NONFINITE_ROW:
-            yield "non-finite", _describe_nonfinite("last", state.nonfinite_in_row, "optim.lr")
+        if state.signals.nonfinite_in_row >= NONFINITE_ROW:
+            yield (
+                "non-finite",
+                _describe_nonfinite("last", state.signals.nonfinite_in_row, "optim.lr"),
+            )
         recent = list(self._recent)[-NONFINITE_ROW:]
         counts = [int(figures.get("critic/nonfinite_updates", 0)) for figures in recent]
         if len(counts) == NONFINITE_ROW and all(counts):
@@ -230,17 +233,17 @@ def _describe_parts(numerics: float, staleness: float) -> str:
 
 def _few_prompts(state: State) -> Iterator[tuple[str, str]]:
     wanted = state.settings.groups_per_step
-    if 0 <= state.num_train < wanted:
+    if 0 <= state.data.num_train < wanted:
         yield (
             "few-prompts",
-            f"the data has {state.num_train} training prompts but a step takes {wanted} "
+            f"the data has {state.data.num_train} training prompts but a step takes {wanted} "
             "(data.train_batch_size): steps are smaller or repeat prompts; give more prompts or "
             "a smaller batch",
         )
 
 
 def _reward_errors(state: State) -> Iterator[tuple[str, str]]:
-    rewards = state.rewards
+    rewards = state.signals.rewards
     if rewards is None or rewards.answers < ANSWERS_MIN:
         return
     failed = sum(rewards.errors.values())
@@ -255,7 +258,7 @@ def _reward_errors(state: State) -> Iterator[tuple[str, str]]:
 
 def _check_evaluation_drop(state: State) -> Iterator[tuple[str, str]]:
     """Compare the last evaluation with the best earlier one, by score, else by accuracy."""
-    results = [describe_evaluation(result) for result in state.evaluations]
+    results = [describe_evaluation(result) for result in state.evaluations.results]
     for name in ("score", "share"):
         known = [r for r in results if r[name] is not None and r[f"{name}_se"] is not None]
         if len(known) < 2:

@@ -1,27 +1,25 @@
 """The requests and replies of the store, and their codec.
 
 Reads   bytes of a frame (`decode_request`, `decode_reply`)
-Gives   frozen structs; bytes of at most MESSAGE_LIMIT (`encode`); StoreWireError for invalid bytes
+Gives   frozen structs; bytes of at most MESSAGE_BYTES_MAX (`encode`); StoreWireError otherwise
 
-MessagePack maps with kebab-case tags. Payloads are blobs: token ids int32, log-probs float32, both
-little-endian, segments one after the other in order. A request is a list of items and its reply
-lists their results in the same order, so that one commit covers many trajectories. Every request
-may be sent twice. Numbers and ids are bounded, so that a decoded request cannot overflow a column
-and a reply cannot outgrow a frame.
+Payloads are blobs: token ids int32, log-probs float32, both little-endian, segments one after the
+other in order. A request is a list of items and its reply lists their results in the same order, so
+that one commit covers many trajectories. Every request may be sent twice. Numbers and ids are
+bounded, so that a decoded request cannot overflow a column and a reply cannot outgrow a frame.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from laminar.events.families import MESSAGE_BYTES_MAX, Family, Item, Message
 from laminar.names.ids import Purpose
 from laminar.storage.rules import Answer, Ending, OpenAnswer, RewardAnswer, TokenSpan
 
-MESSAGE_LIMIT = 15 * 2**20  #: bytes; the frame limit of the store's socket minus its envelope
 PROMPT_LIMIT = 2 * 2**20  #: bytes of a row, without token ids; with MAX_TOKENS, a message holds it
 REPLY_BUDGET = 12 * 2**20  #: bytes of payload in one reply; the excess is left out
 MAX_ITEMS = 4096  #: items of one request
@@ -40,18 +38,6 @@ Extras = Annotated[dict[str, float | str], Meta(max_length=64)]
 
 class StoreWireError(ValueError):
     """Bytes that are not a message of the store, or a message too large for a frame."""
-
-
-def _to_kebab_case(class_name: str) -> str:
-    return re.sub(r"(?<=.)([A-Z])", r"-\1", class_name).lower()
-
-
-class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the items of messages."""
-
-
-class Message(Item, frozen=True, kw_only=True, tag=_to_kebab_case):
-    """Base of all messages: the field "type" holds the tag, "put-rewards" for PutRewards."""
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -165,7 +151,7 @@ class RewardItem(Item, frozen=True, kw_only=True):
     reason: Reason = ""
     detail: Detail = ""
     text: str | None = None  #: the response as text, for people who read the run
-    extras: Extras = {}
+    extras: Extras = msgspec.field(default_factory=dict)
     #: the environment's reason for the end, in place of the engine's; empty: the engine's
     finish_reason: Annotated[str, Meta(max_length=64)] = ""
     #: calls of the last turn, each with its outcome
@@ -315,7 +301,7 @@ class StoredTrajectory(Item, frozen=True, kw_only=True):
     segment_lengths: tuple[int, ...]
     spans: tuple[TokenSpan, ...]  #: sources of the tokens, in order
     prompt: bytes | None = None  #: for `decode_prompt`
-    extras: dict[str, float | str] = {}
+    extras: dict[str, float | str] = msgspec.field(default_factory=dict)
     #: token ids after each turn that the environment answered; `tokens` are only the sampled ones,
     #: split into turns by `segment_lengths`
     contexts: tuple[bytes, ...] = ()
@@ -415,30 +401,17 @@ class PromptPayload(Item, frozen=True, kw_only=True):
 
 # --- codec ------------------------------------------------------------------------------------
 
-Decoded = TypeVar("Decoded")
-
 _encode = msgspec.msgpack.Encoder().encode
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_prompts = msgspec.msgpack.Decoder(PromptPayload)
 
 
 def encode(message: Request | Reply) -> bytes:
     data = _encode(message)
-    if len(data) > MESSAGE_LIMIT:
+    if len(data) > MESSAGE_BYTES_MAX:
         raise StoreWireError(
             f"a {type(message).__name__} of {len(data)} bytes is over the limit of "
-            f"{MESSAGE_LIMIT}; send its items in several messages"
+            f"{MESSAGE_BYTES_MAX}; send its items in several messages"
         )
     return data
-
-
-def decode_request(data: bytes) -> Request:
-    return _decode(_requests, data)
-
-
-def decode_reply(data: bytes) -> Reply:
-    return _decode(_replies, data)
 
 
 def encode_prompt(prompt: PromptPayload) -> bytes:
@@ -446,16 +419,11 @@ def encode_prompt(prompt: PromptPayload) -> bytes:
     return _encode(prompt)
 
 
-def decode_prompt(data: bytes) -> PromptPayload:
-    return _decode(_prompts, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
-    if len(data) > MESSAGE_LIMIT:
-        raise StoreWireError(f"{len(data)} bytes are over the limit of {MESSAGE_LIMIT}")
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreWireError(
-            f"{len(data)} bytes are not a message of the store: {error}"
-        ) from error
+_ERROR = (
+    "{size} bytes are not a message of the store: {error}",
+    "{size} bytes are over the limit of {limit}",
+    StoreWireError,
+)
+decode_request = Family[Request](Request, *_ERROR).decode
+decode_reply = Family[Reply](Reply, *_ERROR).decode
+decode_prompt = Family[PromptPayload](PromptPayload, *_ERROR).decode

@@ -8,43 +8,32 @@ Weights never travel in these messages, which only name the slot of the arena to
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
-from laminar.events.base import to_kebab_case
+from laminar.events.families import Family, Message
 from laminar.weights.version.manifest import Draft, Probe, TensorSpec
-
-MESSAGE_BYTES_MAX = 15 << 20
-"""A manifest of a large model has some ten thousand tensors, about a hundred bytes each."""
 
 
 class RelayWireError(ValueError):
     """Bytes that are not a relay message."""
 
 
-class RelayMessage(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=to_kebab_case
-):
-    """Base of all messages."""
-
-
 # --- requests ---------------------------------------------------------------------------------
 
 
-class OpenArena(RelayMessage, frozen=True, kw_only=True):
+class OpenArena(Message, frozen=True, kw_only=True):
     """A trainer's request to create slots for versions of this size, once, in the background."""
 
     version_bytes: int
 
 
-class GrantSlot(RelayMessage, frozen=True, kw_only=True):
+class GrantSlot(Message, frozen=True, kw_only=True):
     """A trainer's request for a slot to write; repeats return the same slot until it commits."""
 
     arena: str
 
 
-class CommitSlot(RelayMessage, frozen=True, kw_only=True):
+class CommitSlot(Message, frozen=True, kw_only=True):
     """A trainer's report of a written slot; the relay then hashes and announces the version."""
 
     arena: str
@@ -55,7 +44,7 @@ class CommitSlot(RelayMessage, frozen=True, kw_only=True):
     probe: Probe
 
 
-class LeaseVersion(RelayMessage, frozen=True, kw_only=True):
+class LeaseVersion(Message, frozen=True, kw_only=True):
     """A replica's request to read exactly `version`, or the newest version that is at least it."""
 
     version: int
@@ -68,7 +57,7 @@ class LeaseVersion(RelayMessage, frozen=True, kw_only=True):
     copy: int = -1  #: number of the copy whose layout the reader already has
 
 
-class ReleaseLease(RelayMessage, frozen=True, kw_only=True):
+class ReleaseLease(Message, frozen=True, kw_only=True):
     arena: str
     lease_id: int
 
@@ -79,26 +68,26 @@ Request = OpenArena | GrantSlot | CommitSlot | LeaseVersion | ReleaseLease
 # --- replies ----------------------------------------------------------------------------------
 
 
-class ArenaOpened(RelayMessage, frozen=True, kw_only=True):
+class ArenaOpened(Message, frozen=True, kw_only=True):
     arena: str  #: path of the arena, new for every relay process
 
 
-class ArenaReplaced(RelayMessage, frozen=True, kw_only=True):
+class ArenaReplaced(Message, frozen=True, kw_only=True):
     """A reply to a request that names the arena of a former relay process.
 
     Grants and leases in that arena are void; this process may have taken its memory over.
     """
 
 
-class SlotGranted(RelayMessage, frozen=True, kw_only=True):
+class SlotGranted(Message, frozen=True, kw_only=True):
     slot: int  #: index, or -1 if none is free now
 
 
-class SlotCommitted(RelayMessage, frozen=True, kw_only=True):
+class SlotCommitted(Message, frozen=True, kw_only=True):
     """A confirmation that the relay now owns the slot."""
 
 
-class VersionLeased(RelayMessage, frozen=True, kw_only=True):
+class VersionLeased(Message, frozen=True, kw_only=True):
     lease_id: int
     slot: int
     arena: str
@@ -106,7 +95,7 @@ class VersionLeased(RelayMessage, frozen=True, kw_only=True):
     copy: int = -1  #: number of the copy
 
 
-class VersionArriving(RelayMessage, frozen=True, kw_only=True):
+class VersionArriving(Message, frozen=True, kw_only=True):
     """The leading bytes of a version in transfer, in reply to a `stream` request; ask again.
 
     This is not a lease: bytes are valid if read between two replies that name the same copy,
@@ -120,15 +109,15 @@ class VersionArriving(RelayMessage, frozen=True, kw_only=True):
     draft: Draft | None  #: layout, or None if the reader knows this copy
 
 
-class VersionPending(RelayMessage, frozen=True, kw_only=True):
+class VersionPending(Message, frozen=True, kw_only=True):
     """A reply while the version, or its first bytes, have not arrived; ask again."""
 
 
-class VersionUnavailable(RelayMessage, frozen=True, kw_only=True):
+class VersionUnavailable(Message, frozen=True, kw_only=True):
     held: tuple[int, ...]
 
 
-class LeaseReleased(RelayMessage, frozen=True, kw_only=True):
+class LeaseReleased(Message, frozen=True, kw_only=True):
     valid: bool  #: false if the lease was revoked; discard what was read since
 
 
@@ -144,29 +133,15 @@ Reply = (
     | LeaseReleased
 )
 
-Decoded = TypeVar("Decoded")
-
 _encode = msgspec.msgpack.Encoder().encode
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_ERROR = (
+    "not a message of a relay: {error}",
+    "{size} bytes are over the limit of {limit}",
+    RelayWireError,
+)
+decode_request = Family[Request](Request, *_ERROR).decode
+decode_reply = Family[Reply](Reply, *_ERROR).decode
 
 
 def encode(message: Request | Reply) -> bytes:
     return _encode(message)
-
-
-def decode_request(data: bytes) -> Request:
-    return _decode_checked(_requests, data)
-
-
-def decode_reply(data: bytes) -> Reply:
-    return _decode_checked(_replies, data)
-
-
-def _decode_checked(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
-    if len(data) > MESSAGE_BYTES_MAX:
-        raise RelayWireError(f"{len(data)} bytes are over the limit of {MESSAGE_BYTES_MAX}")
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RelayWireError(f"not a message of a relay: {error}") from error

@@ -48,9 +48,9 @@ def test_replay_until_an_event_shows_the_state_there(made: Path, cli: Cli) -> No
     assert code == 0
     assert out.startswith("7 events")
     state = json.loads(out.split("identical\n")[1])
-    assert (state["seq"], state["phase"]) == (7, "starting")
+    assert (state["seq"], state["run"]["phase"]) == (7, "starting")
     _, out = cli("log", "replay", made, "--state")
-    assert json.loads(out.split("identical\n")[1])["phase"] == Phase.ENDED
+    assert json.loads(out.split("identical\n")[1])["run"]["phase"] == Phase.ENDED
 
 
 def test_replay_names_the_first_difference_with_both_sides(tmp_path: Path, cli: Cli) -> None:

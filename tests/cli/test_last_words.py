@@ -8,6 +8,7 @@ import pytest
 
 from laminar.analysis.report.summary import summary_of
 from laminar.coordinator.restarts import GiveUp
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.process_failures import ProcessFailures
 from laminar.launch.terminal import Terminal
 from laminar.launch.train import report_end, summary_lines
@@ -18,7 +19,8 @@ from tools.kit.run_directory import make_run, world_log
 from tools.kit.world import World
 from tools.kit.world_parts import Faults, settings
 
-GIVEN_UP = GiveUp(exit_codes.LOG_UNWRITABLE, "the event log could not be written for 300 s")
+FULL = "the event log could not be written for 300 s"
+GIVEN_UP = GiveUp.after(FailureKind.DISK_FAILED, "coordinator", FULL)
 
 
 def last_words(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -36,7 +38,8 @@ def test_a_full_disk_takes_the_file_and_not_the_words(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     text = last_words(tmp_path / "run", capsys)
-    assert "the run FAILED   the event log could not be written for 300 s" in text
+    assert f"the run FAILED   the disk of the run fails: {FULL}" in text
+    assert f"what to do       {FailureKind.DISK_FAILED.record.remedy}" in text
     assert "trajectories trained" in text
     assert f"{SUMMARY_FILE} cannot be written" in text and "No space left" in text
     assert f"laminar report {tmp_path / 'run'}" in text
@@ -50,7 +53,7 @@ def test_a_run_without_a_summary_has_its_reason_last(
     (tmp_path / "run").mkdir()
     said = last_words(tmp_path / "run", capsys).strip().splitlines()
     assert said[0].startswith("no summary: ")
-    assert said[-1] == "the run FAILED   the event log could not be written for 300 s"
+    assert said[-1] == f"the run FAILED   the disk of the run fails: {FULL}"
 
 
 def test_a_run_that_an_event_ended_has_its_reason_in_the_words_of_its_coordinator(
@@ -59,8 +62,8 @@ def test_a_run_that_an_event_ended_has_its_reason_in_the_words_of_its_coordinato
     """The event log has nothing of it."""
     make_run(tmp_path / "run", world_log()[:200])
     over = report_end(tmp_path / "run", Terminal(), GiveUp(exit_codes.FAILED))
-    assert f"the run FAILED   {over.reason}" in capsys.readouterr().out
-    assert "an event could not be handled" in over.reason
+    assert f"the run FAILED   {over.failure.sentence}" in capsys.readouterr().out
+    assert over.failure.kind == FailureKind.NOT_HANDLED
 
 
 def test_why_processes_were_lost_is_said_last(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from laminar.coordinator.detector import ROUND_FRAMES, DetectorEvent, FailureDetector
-from laminar.core.state.state import ActorState
+from laminar.core.state.members import ActorState
 from laminar.events.events import HeartbeatLost, NodeRecovered, NodeSilent
 
 LEASE, NODE_LEASE = 3_000, 12_000

@@ -114,7 +114,7 @@ def test_an_answer_that_was_asked_for_again_is_known_by_its_attempt(
     """A held-out answer that is asked for again has a name of its own."""
     (first, *_) = ordering(log, cmd.GenerateTrajectory)
     state = state_after(log, first)
-    assert state.evaluation is not None
+    assert state.evaluations.running is not None
     run = tmp_path / "run"
     run.mkdir()
     again = ids.GroupId(f"{ids.eval_group(0, 0)}-2")

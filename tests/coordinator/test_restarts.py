@@ -9,7 +9,7 @@ import pytest
 
 from laminar.config import ConfigError
 from laminar.config.reading import read_toml
-from laminar.coordinator.exit_reason import describe_error, get_exit_code
+from laminar.coordinator.exit_reason import find_failure
 from laminar.coordinator.restarts import (
     DEATHS_MAX,
     PAUSE_MAX_S,
@@ -19,6 +19,7 @@ from laminar.coordinator.restarts import (
     Restarts,
 )
 from laminar.core.rules import LogicError
+from laminar.core.state.failures import FailureKind
 from laminar.eventlog.writer import LogGrew, LogTaken
 from laminar.names import exit_codes
 from laminar.names.ports import DiskError
@@ -45,9 +46,10 @@ def pause(verdict: Restart | GiveUp) -> float:
 )
 def test_what_ended_a_coordinator_decides_its_exit_code(error: Exception, code: int) -> None:
     """A failure of the program is started again, a mistake of the user and a failed run are not."""
-    assert get_exit_code(error) == code
+    failure = find_failure(error)
+    assert failure.kind.record.exit_code == code
     assert (code in exit_codes.FINAL) is (code == exit_codes.USER_ERROR)
-    assert str(error.args[-1]) in describe_error(error)
+    assert str(error.args[-1]) in failure.sentence
 
 
 @pytest.mark.parametrize("code", exit_codes.FINAL)
@@ -61,8 +63,8 @@ def test_a_death_is_followed_by_a_start_with_a_growing_pause_up_to_a_limit(code:
     pauses = [pause(restarts.decide_restart(code, 0.1, 0.0)) for _ in range(DEATHS_MAX)]
     assert pauses[:4] == [1.0, 2.0, 4.0, 8.0] and set(pauses[4:]) == {PAUSE_MAX_S}
     last = restarts.decide_restart(code, 0.1, 0.0)
-    assert isinstance(last, GiveUp) and str(code) in last.reason
-    assert last.code not in (0, *exit_codes.FINAL[1:])
+    assert isinstance(last, GiveUp) and str(code) in last.failure.sentence
+    assert (last.code, last.failure.kind) == (exit_codes.CRASHED, FailureKind.CRASHED)
 
 
 def test_a_coordinator_that_had_worked_is_started_again_at_once() -> None:
@@ -80,7 +82,7 @@ def test_a_full_disk_is_waited_for_as_long_as_the_config_says() -> None:
     ):
         now, tries = now + verdict.pause_s, tries + 1
     assert now == 300.0 and tries > DEATHS_MAX
-    assert verdict.code == exit_codes.LOG_UNWRITABLE and "300 s" in verdict.reason
+    assert verdict.code == exit_codes.LOG_UNWRITABLE and "300 s" in verdict.failure.sentence
 
 
 def test_room_in_between_begins_the_wait_anew() -> None:
@@ -100,4 +102,4 @@ def test_a_configuration_that_a_failing_disk_hides_is_no_mistake_of_the_user(
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(ConfigError, match="cannot be read: Permission denied") as refused:
         read_toml(tmp_path / "config.toml")
-    assert get_exit_code(refused.value) == exit_codes.LOG_UNWRITABLE
+    assert find_failure(refused.value).kind == FailureKind.DISK_FAILED

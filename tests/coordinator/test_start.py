@@ -149,7 +149,7 @@ async def test_an_event_that_cannot_be_handled_ends_the_run_until_a_build_handle
     mended, _, _ = start(run_dir)
     mended.report_event(asked)
     mended._try_turn()
-    assert mended.tick.machine.state.draining
+    assert mended.tick.machine.state.run.draining
     assert mended.tick.machine.state.seq == world.state.seq + 2
 
 

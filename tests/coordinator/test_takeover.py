@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from laminar.config import ConfigError, load_config
-from laminar.coordinator.loop import make_settings
 from laminar.coordinator.takeover import decide_resume
+from laminar.core.rules import NEW_RUN
 from laminar.events.base import Settings
 from tools.kit.bench import Bench
 
@@ -22,7 +22,7 @@ def begun_with(settings: Settings) -> Bench:
 
 
 def present() -> Settings:
-    return make_settings(load_config([], ["model.name=m", "data.dataset=gcd"]))
+    return Settings.from_config(load_config([], ["model.name=m", "data.dataset=gcd"]), NEW_RUN)
 
 
 @pytest.mark.parametrize("changes", [{"seed": 5}, {"engine_start_ms": 1}])

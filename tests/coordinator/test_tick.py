@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.coordinator.exit_reason import describe_error, get_exit_code
+from laminar.coordinator.exit_reason import find_failure
 from laminar.coordinator.restarts import GiveUp, Restarts
 from laminar.coordinator.tick import HandlingFailed
 from laminar.core.machine import HANDLING
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.state import hash_state
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Event, WireError
+from laminar.events.base import Event
 from laminar.events.codec import decode_event, encode
+from laminar.events.families import WireError
 from laminar.names import exit_codes
 from laminar.net.frames import Ack, Ask, Data, Hello, Refused, decode_server
 from laminar.net.frames import encode as encode_frame
@@ -36,9 +38,9 @@ def test_events_are_durable_before_they_are_acknowledged() -> None:
     with pytest.raises(OSError, match="sync"):
         desk.turn(frames)
     desk.restart()
-    assert not desk.tick.machine.state.actors["trainer-0"].ready
+    assert not desk.tick.machine.state.members.actors["trainer-0"].ready
     desk.talk()
-    assert desk.tick.machine.state.actors["trainer-0"].ready
+    assert desk.tick.machine.state.members.actors["trainer-0"].ready
     assert desk.events() == ["trainer-0", "trainer-0"]
 
 
@@ -71,8 +73,8 @@ def test_a_user_without_a_link_is_answered_when_what_he_asks_for_is_durable() ->
         assert route == b"a user" and isinstance(decode_server(answer, 1 << 20), Ack)
         found = [r for _, r in read_log(desk.disk.crash(False)) if isinstance(r, EventRecord)]
         assert isinstance(decode_event(bytes(found[-1].event)), ev.DrainRequested)
-    assert desk.tick.machine.state.draining
-    assert list(desk.tick.machine.state.actors) == ["trainer-0"]
+    assert desk.tick.machine.state.run.draining
+    assert list(desk.tick.machine.state.members.actors) == ["trainer-0"]
 
 
 def test_a_user_can_ask_for_nothing_that_a_process_reports() -> None:
@@ -82,7 +84,7 @@ def test_a_user_can_ask_for_nothing_that_a_process_reports() -> None:
     assert desk.turn([asked(READY), (b"a user", encode_frame(Ask(b"\xc1")))]) == []
     as_member = (b"trainer-0/a", asked(ev.DrainRequested(reason="stop"))[1])
     desk.turn([as_member])
-    assert desk.tick.bad_frames == 3 and not desk.tick.machine.state.draining
+    assert desk.tick.bad_frames == 3 and not desk.tick.machine.state.run.draining
     assert desk.events() == ["trainer-0"] and link.state is LinkState.UP
 
 
@@ -111,7 +113,7 @@ def test_restarted_coordinator_goes_on(keep_unsynced: bool) -> None:
     desk.talk()
     assert (trainer.state, trainer.incarnation) == (LinkState.UP, incarnation)
     assert desk.orders[b"trainer-0/a"] == publish * 2
-    assert desk.tick.machine.state.coordinator_incarnation == 1
+    assert desk.tick.machine.state.members.coordinator_incarnation == 1
 
 
 def test_hostile_frames_are_counted_and_change_nothing() -> None:
@@ -133,7 +135,7 @@ def test_hostile_frames_are_counted_and_change_nothing() -> None:
     assert desk.tick_state == before
     link.send(encode(READY))
     desk.talk()
-    assert desk.tick.machine.state.actors["trainer-0"].ready
+    assert desk.tick.machine.state.members.actors["trainer-0"].ready
 
 
 def test_peer_that_speaks_another_language_is_refused() -> None:
@@ -192,7 +194,9 @@ def test_late_hello_of_a_former_member_does_not_push_out_its_successor() -> None
     desk.talk()
     told = desk.turn([(b"late", frame) for frame in late])
     desk.talk()
-    assert second.state is LinkState.UP and desk.tick.machine.state.is_actor_alive("rollout-0")
+    assert second.state is LinkState.UP and desk.tick.machine.state.members.is_actor_alive(
+        "rollout-0"
+    )
     refused = Refused("another process has its place")
     assert [(route, decode_server(frame, len(frame))) for route, frame in told] == [
         (b"late", refused)
@@ -221,7 +225,7 @@ def test_timers_of_the_log_are_due_in_time_for_a_successor() -> None:
     assert desk.tick.next_timer_ns() == due
     desk.now = due
     desk.turn()
-    assert "not started within" in desk.tick.machine.state.failure
+    assert "not started within" in desk.tick.machine.state.run.failure
 
 
 @pytest.mark.parametrize(("silent_ms", "lost"), [(8_000, []), (15_000, ["trainer-0"])])
@@ -238,8 +242,8 @@ def test_node_that_is_paused_takes_nothing_with_it(silent_ms: int, lost: list[st
         desk.talk()
         gone = lost if paused == "trainer-0" else []
         state = desk.tick.machine.state
-        assert [a.name for a in state.actors.values() if not a.alive] == gone
-        assert bool(state.failure) == bool(gone)
+        assert [a.name for a in state.members.actors.values() if not a.alive] == gone
+        assert bool(state.run.failure) == bool(gone)
         assert links[0].state is LinkState.UP
 
 
@@ -254,11 +258,11 @@ def test_silence_of_a_node_and_its_end_are_logged() -> None:
         desk.talk("node-0")
         if i == 27:
             desk.restart(keep_unsynced=True)
-    assert desk.tick.machine.state.actors["node-0"].silent
+    assert desk.tick.machine.state.members.actors["node-0"].silent
     for _ in range(8):
         desk.now += 500 * MS
         desk.talk()
-    assert not desk.tick.machine.state.actors["node-0"].silent
+    assert not desk.tick.machine.state.members.actors["node-0"].silent
     assert count_of(desk.disk, ev.NodeSilent) == count_of(desk.disk, ev.NodeRecovered) == 1
 
 
@@ -270,16 +274,16 @@ def test_silence_is_judged_by_the_tick() -> None:
     for _ in range(2 * NODE_LEASE_MS // 500):
         desk.now += 500 * MS
         desk.turn()
-    assert not desk.tick.machine.state.actors["store-0"].alive
-    assert desk.tick.machine.state.failure.startswith("the store is lost: store-0: nothing")
+    assert not desk.tick.machine.state.members.actors["store-0"].alive
+    assert desk.tick.machine.state.run.failure.startswith("the store is lost: store-0: nothing")
 
 
 def test_questions_to_the_users_strategy_stay_here() -> None:
     """The strategy's worker runs beside the coordinator: no frame for it, and its answer is an
     event of the coordinator's own. (A simulated process that is told to propose breaks the run.)"""
     run = LoggedRun(batch_strategy="strategies.py:mine").run()
-    assert run.state.steps_completed > 1
-    assert count_of(run.disk, ev.BatchProposed) >= run.state.steps_completed - 1
+    assert run.state.steps.completed > 1
+    assert count_of(run.disk, ev.BatchProposed) >= run.state.steps.completed - 1
 
 
 def count_of(disk: MemoryDisk, kind: type[Event]) -> int:
@@ -299,7 +303,7 @@ def test_frames_of_the_same_turn_are_decoded_and_logged_in_order() -> None:
     answers = desk.turn(frames)
     acks = [decode_server(frame, 1 << 20) for _, frame in answers]
     assert {getattr(m, "ack", None) for m in acks} == {2}
-    assert desk.tick.machine.state.actors["trainer-0"].last_peer_seq == 2
+    assert desk.tick.machine.state.members.actors["trainer-0"].last_peer_seq == 2
 
 
 def breaks_on(patch: pytest.MonkeyPatch, kind: type[Event], error: Exception) -> None:
@@ -328,14 +332,13 @@ def test_an_exception_of_the_core_ends_the_coordinator(
             desk.talk()
     assert raised.value.__cause__ is error
     assert raised.value.stamped.event == READY
-    code, said = get_exit_code(raised.value), describe_error(raised.value)
-    assert code == exit_codes.FAILED and Restarts(0.0, 300.0).decide_restart(
-        code, 9.0, 9.0
-    ) == GiveUp(code)
-    assert said.startswith(
+    failure, code = find_failure(raised.value), exit_codes.FAILED
+    assert failure.kind == FailureKind.NOT_HANDLED and failure.kind.record.exit_code == code
+    assert Restarts(0.0, 300.0).decide_restart(code, 9.0, 9.0) == GiveUp(code)
+    assert failure.detail.startswith(
         "trainer-ready, message 1 of trainer-0 (incarnation 1) cannot be handled"
     )
-    assert f"{type(error).__name__}: {error}" in said
+    assert f"{type(error).__name__}: {error}" in failure.detail
     with pytest.raises(RuntimeError, match="an earlier turn failed"):
         desk.turn()  # it would acknowledge, and log what the broken state decides
     assert desk.tick.bad_frames == 0 and link.outbox
@@ -344,7 +347,7 @@ def test_an_exception_of_the_core_ends_the_coordinator(
     assert desk.events() == ["trainer-0"]  # that it joined
     assert desk.tick.machine.state.seq == before + 1  # coordinator-started took the number
     desk.talk()
-    assert desk.tick.machine.state.actors["trainer-0"].ready and not link.outbox
+    assert desk.tick.machine.state.members.actors["trainer-0"].ready and not link.outbox
 
 
 def test_an_event_of_its_own_is_named_by_its_subject(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,12 +95,12 @@ def test_replaced_process_is_told_at_once_though_it_says_nothing() -> None:
 def test_more_processes_than_files_allow_are_told_so() -> None:
     """What is connected and what asks to be admitted counts."""
     desk = desk_of_all()
-    desk.tick._peers_max = len(NAMES)
+    desk.tick._links.peers_max = len(NAMES)
     hello = Hello("rollout-2", "rollout", "rollout-2/a", 0, 1, {})
     ((_, answer),) = desk.turn([(b"rollout-2/a", encode_frame(hello))])
     refused = decode_server(answer, 10_000)
     assert isinstance(refused, Refused) and "the server has 6 clients" in refused.reason
-    assert "rollout-2" not in desk.tick.machine.state.actors
+    assert "rollout-2" not in desk.tick.machine.state.members.actors
 
 
 def test_who_leaves_is_fenced_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,5 +142,5 @@ def test_words_that_wait_in_a_busy_socket_keep_their_speakers_alive(
         said = [(r, f) for r in itertools.islice(speaking, 6) for f in desk.links[r].poll(desk.now)]
         for route, frame in desk.turn(said, empty=False):
             desk.links[route].receive(frame, desk.now)
-    alive = [name for name, actor in desk.tick.machine.state.actors.items() if actor.alive]
+    alive = [name for name, actor in desk.tick.machine.state.members.actors.items() if actor.alive]
     assert alive == [desk.links[route].name for route in living]

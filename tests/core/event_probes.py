@@ -101,7 +101,7 @@ def _choices(
 def _placements(state: State, peer: str) -> Iterator[tuple[TrajectoryId, int]]:
     """One trajectory of each status under its placement, and placements that nobody holds."""
     for status in STATUSES:
-        found = next((t for t in state.trajectories.values() if t.status == status), None)
+        found = next((t for t in state.work.trajectories.values() if t.status == status), None)
         if found is not None:
             for placement in (found.placement, found.placement - 1, found.placement + 1):
                 yield found.id, placement
@@ -109,13 +109,13 @@ def _placements(state: State, peer: str) -> Iterator[tuple[TrajectoryId, int]]:
 
 
 def _versions(state: State, peer: str) -> Iterator[tuple[int, int]]:
-    version = state.next_version - 1
+    version = state.versions.next - 1
     yield from ((version, version), (version, version - 1), (version + 1, version + 1))
 
 
 def _incarnations(state: State, role: str) -> Iterator[tuple[str, int]]:
     """Names and incarnations: present, old and unknown ones."""
-    for actor in state.actors.values():
+    for actor in state.members.actors.values():
         if actor.role.startswith(role):
             yield from ((actor.name, actor.incarnation), (actor.name, actor.incarnation - 1))
     yield f"{role or 'rollout'}-99", 1
@@ -138,24 +138,24 @@ _TOGETHER: dict[tuple[str, ...], Callable[[State, str], Iterable[tuple[Any, ...]
 
 
 def _coordinator_started(state: State, peer: str) -> Iterator[Event]:
-    yield coordinator_started(state.settings, state.coordinator_incarnation + 1)
+    yield coordinator_started(state.settings, state.members.coordinator_incarnation + 1)
 
 
 def _timer_fired(state: State, peer: str) -> Iterator[Event]:
     yield ev.TimerFired(timer="resume:no such trajectory")
-    kinds = {name.rpartition(":")[0] or name: name for name in state.timers}
+    kinds = {name.rpartition(":")[0] or name: name for name in state.orders.timers}
     for name in kinds.values():
         yield ev.TimerFired(timer=name)
 
 
 def _batch_proposed(state: State, peer: str) -> Iterator[Event]:
-    ready = tuple(state.ready)[: state.settings.groups_per_step]
+    ready = tuple(state.work.ready)[: state.settings.groups_per_step]
     for groups in (ready, ready[:1] * 2, (GroupId("9.9"),)):
-        yield ev.BatchProposed(step_index=state.batches_chosen, groups=groups)
+        yield ev.BatchProposed(step_index=state.steps.chosen, groups=groups)
 
 
 def _actor_joined(state: State, peer: str) -> Iterator[Event]:
-    known = state.actors.get(peer)
+    known = state.members.actors.get(peer)
     for name, role, boot in (
         (peer, known.role if known else "rollout", known.boot_id if known else "b"),
         (peer, known.role if known else "rollout", "another boot"),
@@ -169,7 +169,7 @@ def _actor_joined(state: State, peer: str) -> Iterator[Event]:
 
 
 def _process_exited(state: State, peer: str) -> Iterator[Event]:
-    named = [(actor.name, actor.boot_id) for actor in state.actors.values()]
+    named = [(actor.name, actor.boot_id) for actor in state.members.actors.values()]
     for name, boot in (("rollout-99", "b"), ("rollout-0", "an older boot"), *named):
         for restarting in (True, False):
             yield ev.ProcessExited(
@@ -179,7 +179,7 @@ def _process_exited(state: State, peer: str) -> Iterator[Event]:
 
 def _trajectories_ended(state: State, peer: str) -> Iterator[Event]:
     yield ev.TrajectoriesEnded(command_id=1, ended=())
-    for outstanding in state.commands.values():
+    for outstanding in state.orders.commands.values():
         if isinstance(outstanding.command, cmd.EndTrajectories):
             rows = tuple(
                 ev.EndedTrajectory(trajectory_id=e.trajectory_id, num_tokens=10, tokens_lost=0)
@@ -190,13 +190,13 @@ def _trajectories_ended(state: State, peer: str) -> Iterator[Event]:
 
 
 def _step_completed(state: State, peer: str) -> Iterator[Event]:
-    batch = state.batch
+    batch = state.steps.batch
     step, version = (
-        (batch.step_index, batch.version) if batch else (state.steps_completed, state.next_version)
+        (batch.step_index, batch.version) if batch else (state.steps.completed, state.versions.next)
     )
     for s, v in ((step, version), (step, version + 5), (step + 1, version), (step - 1, version)):
         yield step_completed(s, v)
-    groups = [state.groups[g].members for g in batch.groups] if batch else []
+    groups = [state.work.groups[g].members for g in batch.groups] if batch else []
     for rows in (groups[0][:1], groups[0]) if groups else ():
         yield step_completed(step, version, rows)
 
@@ -205,45 +205,45 @@ def _trainer_ready(state: State, peer: str) -> Iterator[Event]:
     """With the checkpoints of all steps that the log knows, with one that it does not, and none."""
     known = tuple(
         ev.Checkpoint(version=t.version, step=t.step_index + 1, path="c", digest=t.chain)
-        for t in state.trained
+        for t in state.steps.trained
     )
     ahead = ev.Checkpoint(
-        version=state.next_version, step=state.steps_completed + 1, path="c", digest=""
+        version=state.versions.next, step=state.steps.completed + 1, path="c", digest=""
     )
     for checkpoints in (known, (ahead,), ()):
         yield ev.TrainerReady(num_parameters=1, weights_bytes=4, checkpoints=checkpoints)
 
 
 def _checkpoint_loaded(state: State, peer: str) -> Iterator[Event]:
-    outstanding = state.commands.get("load")
+    outstanding = state.orders.commands.get("load")
     command = outstanding.command if outstanding else None
-    version = command.version if isinstance(command, cmd.LoadCheckpoint) else state.newest_version
+    version = command.version if isinstance(command, cmd.LoadCheckpoint) else state.versions.newest
     for found in (version, version + 1):
-        yield ev.CheckpointLoaded(version=found, step=state.steps_completed)
+        yield ev.CheckpointLoaded(version=found, step=state.steps.completed)
 
 
 def _step_repeated(state: State, peer: str) -> Iterator[Event]:
     for step, digest in (
-        (state.steps_repeated, "d"),
-        (state.steps_repeated, "other bytes"),
-        (state.steps_repeated + 1, ""),
+        (state.steps.repeated, "d"),
+        (state.steps.repeated, "other bytes"),
+        (state.steps.repeated + 1, ""),
     ):
         yield ev.StepRepeated(step_index=step, version=step + 1, digest=digest, published="d")
 
 
 def _model_exported(state: State, peer: str) -> Iterator[Event]:
-    for version in (state.export_version, state.next_version):
+    for version in (state.versions.export, state.versions.next):
         yield ev.ModelExported(version=version, path="export")
 
 
 def _weights_received(state: State, peer: str) -> Iterator[Event]:
-    newest = state.next_version - 1
-    step = newest - 1 if newest == state.export_version else newest
+    newest = state.versions.next - 1
+    step = newest - 1 if newest == state.versions.export else newest
     for version, made_by, digest, duration_ms in (
         (newest, step, f"d{step}", 9_000),
         (newest, step, "other bytes", 1),
         (newest + 1, step + 1, "d", 1),
-        (state.newest_version, state.newest_step, state.newest_digest, 1),
+        (state.versions.newest, state.versions.newest_step, state.versions.newest_digest, 1),
         (newest, step, f"d{step}", -1),
     ):
         yield ev.WeightsReceived(
@@ -260,34 +260,34 @@ def _weights_received(state: State, peer: str) -> Iterator[Event]:
 def _transfer_problem(state: State, peer: str) -> Iterator[Event]:
     for came, left in ((0, 0), (10, 90), (10, -1)):
         yield ev.TransferProblem(
-            kind="slow", relay="", version=state.newest_version, detail="", num_bytes=came,
+            kind="slow", relay="", version=state.versions.newest, detail="", num_bytes=came,
             duration_ms=60_000, left_bytes=left,
         )  # fmt: skip
 
 
 def _relay_linked(state: State, peer: str) -> Iterator[Event]:
     yield ev.RelayLinked(command_id=1, successor="")
-    outstanding = state.commands.get(f"forward:{peer}")
+    outstanding = state.orders.commands.get(f"forward:{peer}")
     if outstanding is not None:
         yield ev.RelayLinked(command_id=outstanding.command_id, successor="")
 
 
 def _trajectories_released(state: State, peer: str) -> Iterator[Event]:
     yield ev.TrajectoriesReleased(command_id=1)
-    outstanding = state.commands.get(f"release:{peer}")
+    outstanding = state.orders.commands.get(f"release:{peer}")
     if outstanding is not None:
         yield ev.TrajectoriesReleased(command_id=outstanding.command_id)
 
 
 def _weights_published(state: State, peer: str) -> Iterator[Event]:
-    newest = state.next_version - 1
-    step = newest - 1 if newest == state.export_version else newest
+    newest = state.versions.next - 1
+    step = newest - 1 if newest == state.versions.export else newest
     for version, made_by, digest in (
         (newest, step, f"d{step}"),
         (newest, step, "other bytes"),
         (newest, step - 1, "d"),
         (newest + 1, step + 1, "d"),
-        (state.newest_version, state.newest_step, state.newest_digest),
+        (state.versions.newest, state.versions.newest_step, state.versions.newest_digest),
     ):
         yield ev.WeightsPublished(
             version=version, step=made_by, digest=digest, num_bytes=4, held=(version,)
@@ -301,14 +301,14 @@ def _replica_ready(state: State, peer: str) -> Iterator[Event]:
 
 def _pulled(state: State, peer: str) -> int:
     """The version that this replica was told to pull, else the newest."""
-    outstanding = state.commands.get(f"pull:{peer}")
+    outstanding = state.orders.commands.get(f"pull:{peer}")
     command = outstanding.command if outstanding else None
-    return command.version if isinstance(command, cmd.PullWeights) else state.newest_version
+    return command.version if isinstance(command, cmd.PullWeights) else state.versions.newest
 
 
 def _weights_loaded(state: State, peer: str) -> Iterator[Event]:
     version = _pulled(state, peer)
-    step = version - 1 if version == state.export_version else version
+    step = version - 1 if version == state.versions.export else version
     for v, s in ((version, step), (version, step + 1), (version - 1, step - 1), (version + 9, 0)):
         yield ev.WeightsLoaded(
             version=v, step=s, digest="d", probe_diff=0.0, seconds=0.1, reloaded=True
@@ -316,13 +316,13 @@ def _weights_loaded(state: State, peer: str) -> Iterator[Event]:
 
 
 def _version_missing(state: State, peer: str) -> Iterator[Event]:
-    for held in ((state.newest_version,), (), (state.next_version + 3,)):
+    for held in ((state.versions.newest,), (), (state.versions.next + 3,)):
         yield ev.VersionMissing(version=_pulled(state, peer), held=held)
 
 
 def _checkpoint_saved(state: State, peer: str) -> Iterator[Event]:
-    newest = state.next_version - 1
-    step = newest - 1 if newest == state.export_version else newest
+    newest = state.versions.next - 1
+    step = newest - 1 if newest == state.versions.export else newest
     for version, made_by, kept in (
         (newest, step, (newest,)),
         (newest, step + 1, (newest,)),

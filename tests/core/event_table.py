@@ -18,7 +18,8 @@ from typing import Any
 
 from laminar.core import invariants
 from laminar.core.machine import StateMachine
-from laminar.core.state.state import ActorState, State, decode, encode, hash_state
+from laminar.core.state.members import ActorState
+from laminar.core.state.state import State, decode, encode, hash_state
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
@@ -81,21 +82,25 @@ class Sampler:
 
     def take(self, state: State) -> bool:
         """Whether to look at this situation: two of a kind in one run at most."""
-        kind = state.phase
-        roles = {actor.role for actor in state.actors.values()}
+        kind = state.run.phase
+        roles = {actor.role for actor in state.members.actors.values()}
         if kind == Phase.STARTING and roles >= set(ACTOR_ROLES):
             kind = "joined"
-        elif "load" in state.commands or "repeat" in state.commands:
-            kind = "loading" if "load" in state.commands else "repeating"
-        elif kind == Phase.RUNNING and any(actor.silent for actor in state.actors.values()):
+        elif "load" in state.orders.commands or "repeat" in state.orders.commands:
+            kind = "loading" if "load" in state.orders.commands else "repeating"
+        elif kind == Phase.RUNNING and any(actor.silent for actor in state.members.actors.values()):
             kind = "silent"
-        elif kind == Phase.RUNNING and any(key.startswith("release:") for key in state.commands):
+        elif kind == Phase.RUNNING and any(
+            key.startswith("release:") for key in state.orders.commands
+        ):
             kind = "releasing"
-        elif kind == Phase.RUNNING and (state.lost_trajectories or "propose" in state.commands):
-            kind = "lost" if state.lost_trajectories else "asking"
-        elif kind == Phase.RUNNING and any(key.startswith("forward:") for key in state.commands):
+        elif kind == Phase.RUNNING and (state.work.lost or "propose" in state.orders.commands):
+            kind = "lost" if state.work.lost else "asking"
+        elif kind == Phase.RUNNING and any(
+            key.startswith("forward:") for key in state.orders.commands
+        ):
             kind = "linking"
-        elif kind == Phase.RUNNING and state.batch is not None:
+        elif kind == Phase.RUNNING and state.steps.batch is not None:
             kind = "training"
         likely = 0.02 if kind == Phase.RUNNING else 0.3
         if self.chance.random() > likely or not self._left[kind] or self._seen[kind] == 2:
@@ -120,7 +125,7 @@ class ProbedWorld(World):
         return commands
 
     def _probe(self) -> None:
-        trial, phase = Trial(self.state), self.state.phase
+        trial, phase = Trial(self.state), self.state.run.phase
         for sender, role, liveness in _senders(self.state):
             fits = fitting(self.state, sender.name)
             own = [kind for kind in fits if liveness == "alive" and role in ev.REPORTED_BY[kind]]
@@ -143,7 +148,7 @@ class ProbedWorld(World):
             trial.verdict(sender.name, sender.incarnation, wrong)
 
     def _note_status(self, event: Any, verdict: str) -> None:
-        trajectory = self.state.trajectories.get(event.trajectory_id)
+        trajectory = self.state.work.trajectories.get(event.trajectory_id)
         if trajectory is not None and trajectory.placement == event.placement:
             self.sampler.note(StatusCell(trajectory.status, type(event)), verdict)
 
@@ -153,7 +158,7 @@ def _senders(state: State) -> list[tuple[ActorState, str, str]]:
     nobody = ActorState(name="", role="", node="node-0", pid=1, boot_id="b", incarnation=0)
     found = [(_named(nobody, COORDINATOR, 0), COORDINATOR, "alive")]
     for role in ACTOR_ROLES:
-        of_role = [actor for actor in state.actors.values() if actor.role == role]
+        of_role = [actor for actor in state.members.actors.values() if actor.role == role]
         alive = [actor for actor in of_role if actor.alive]
         found += [(actor, role, "alive") for actor in alive[:2]]
         found += [(_named(a, a.name, a.incarnation - 1), role, "fenced") for a in of_role[:1]]
@@ -189,15 +194,15 @@ class Trial:
             peer_seq=0,
             event=event,
         )
-        ignored = dict(state.ignored)
+        ignored = dict(state.run.ignored)
         try:
             commands = self._machine.handle_event(stamped)
             changed = bool(commands) or essence(state) != self._essence
             if changed:
                 invariants.check_invariants(state)
         except Exception as error:
-            raise AssertionError(self._original.phase, stamped) from error
-        counted = [name for name, n in state.ignored.items() if n != ignored.get(name, 0)]
+            raise AssertionError(self._original.run.phase, stamped) from error
+        counted = [name for name, n in state.run.ignored.items() if n != ignored.get(name, 0)]
         if changed:
             self._renew()
             silent = not counted or counted[0] in IGNORED_WITH_EFFECT
@@ -214,8 +219,8 @@ class Trial:
 
 def essence(state: State) -> str:
     """The state without its clock and its count of ignored events."""
-    kept = state.seq, state.time_ns, state.ignored
-    state.seq, state.time_ns, state.ignored = 0, 0, {}
+    kept = state.seq, state.time_ns, state.run.ignored
+    state.seq, state.time_ns, state.run.ignored = 0, 0, {}
     found = hash_state(state)
-    state.seq, state.time_ns, state.ignored = kept
+    state.seq, state.time_ns, state.run.ignored = kept
     return found

@@ -87,24 +87,29 @@ def test_what_cannot_be_true_is_counted_and_changes_nothing(sender: str, event: 
     """Versions and steps that were never handed out, no room for a group, infinite scores, ..."""
     bench = trained(eval_answers=1)
     state = bench.state
-    before = state.newest_version, indexes_of(state).held, state.owed_version, state.batch
+    before = state.versions.newest, indexes_of(state).held, state.versions.owed, state.steps.batch
     assert bench.say(sender, event) == []
-    assert (state.newest_version, indexes_of(state).held, state.owed_version, state.batch) == before
-    assert bench.state.ignored == {f"{type(event).__name__}: impossible": 1}
+    assert (
+        state.versions.newest,
+        indexes_of(state).held,
+        state.versions.owed,
+        state.steps.batch,
+    ) == before
+    assert bench.state.run.ignored == {f"{type(event).__name__}: impossible": 1}
 
 
 def test_ends_with_negative_counts_leave_the_command_to_its_deadline() -> None:
     """The ledger does not move; a store that answers like that is started again."""
     bench = trained()
     (end,) = only(cmd.EndTrajectories, bench.train())
-    key = next(k for k in bench.state.commands if k.startswith("end:"))
+    key = next(k for k in bench.state.orders.commands if k.startswith("end:"))
     rows = tuple(
         ev.EndedTrajectory(trajectory_id=e.trajectory_id, num_tokens=-1, tokens_lost=0)
         for e in end.endings
     )
-    command_id = bench.state.commands[key].command_id
+    command_id = bench.state.orders.commands[key].command_id
     assert bench.say("store-0", ev.TrajectoriesEnded(command_id=command_id, ended=rows)) == []
-    assert bench.state.ledger.trajectories.trained == 0 and key in bench.state.commands
+    assert bench.state.work.ledger.trajectories.trained == 0 and key in bench.state.orders.commands
     (order,) = only(cmd.RestartActor, bench.wait(120_000))
     assert (order.actor, order.reason) == ("store-0", "EndTrajectories was not done in time")
 
@@ -116,9 +121,9 @@ def test_head_that_received_what_was_not_published_is_no_end_of_the_wait() -> No
     bench.complete("0.0")
     bench.receive("relay-0", 1)
     bench.train(publish=False)
-    assert bench.state.phase == Phase.EXPORTING and keys.WEIGHTS in bench.state.timers
+    assert bench.state.run.phase == Phase.EXPORTING and keys.WEIGHTS in bench.state.orders.timers
     (export,) = only(cmd.ExportModel, bench.publish(1, 1))
-    assert export.step == 1 and keys.WEIGHTS not in bench.state.timers
+    assert export.step == 1 and keys.WEIGHTS not in bench.state.orders.timers
 
 
 def test_export_is_believed_under_its_own_number_only() -> None:
@@ -126,9 +131,9 @@ def test_export_is_believed_under_its_own_number_only() -> None:
     bench.start()
     bench.complete("0.0")
     bench.train()
-    assert bench.state.export_version == 2
+    assert bench.state.versions.export == 2
     bench.say("trainer-0", ev.ModelExported(version=1, path="elsewhere"))
-    assert "export" in bench.state.commands and bench.state.export_path == ""
+    assert "export" in bench.state.orders.commands and bench.state.versions.export_path == ""
 
 
 @pytest.mark.parametrize("restarting", [True, False])
@@ -137,17 +142,17 @@ def test_exit_of_a_process_that_nobody_knows(restarting: bool) -> None:
     bench = trained()
     exited = ev.ProcessExited(actor="rollout-7", boot_id="b", code=1, restarting=restarting)
     bench.say("node-0", exited)
-    assert bool(bench.state.failure) == (not restarting)
+    assert bool(bench.state.run.failure) == (not restarting)
     bench.say("node-0", exited)
-    assert bench.state.ignored == {"ProcessExited: never-joined": 2 if restarting else 1}
+    assert bench.state.run.ignored == {"ProcessExited: never-joined": 2 if restarting else 1}
 
 
 def test_complaint_of_a_run_that_ends_anyway_is_counted() -> None:
     bench = trained()
     bench.say("trainer-0", ev.ActorFailed(reason="out of memory", user_error=False))
     assert bench.say("store-0", ev.ActorFailed(reason="disk full", user_error=False)) == []
-    assert bench.state.failure == "trainer-0: out of memory"
-    assert bench.state.ignored == {"ActorFailed: run-ending": 1}
+    assert bench.state.run.failure == "trainer-0: out of memory"
+    assert bench.state.run.ignored == {"ActorFailed: run-ending": 1}
 
 
 class BrokenWorld(World):
@@ -177,7 +182,7 @@ class BrokenWorld(World):
         super()._do_PullWeights(process, command, command_id)
 
     def _lie(self) -> None:
-        liars = [a for a in self.state.actors.values() if a.alive and a.role != "node"]
+        liars = [a for a in self.state.members.actors.values() if a.alive and a.role != "node"]
         if not liars:
             return
         liar = self.chance.choice(liars)
@@ -201,6 +206,6 @@ def test_runs_with_lying_processes_end() -> None:
         assert isinstance(world, BrokenWorld)
         world.ordered = False  # what a liar was ordered to do need not fit what it does
         world.run()
-        assert world.state.phase == Phase.ENDED
+        assert world.state.run.phase == Phase.ENDED
         lies += world.lies
     assert lies > 300

@@ -76,7 +76,7 @@ def test_refused_checkpoint_is_read_by_nobody_else() -> None:
     bench.kill("rollout-0")
     bench.complete("0.2")
     again = bench.say("rollout-1", ev.CheckpointRefused(version=0, reason="wrong digest"))
-    assert bench.state.checkpoint_paths == {}
+    assert bench.state.versions.checkpoint_paths == {}
     assert {(c.group, c.attempt) for c in only(cmd.GenerateTrajectory, again)} == {("0.0", 2)}
 
 

@@ -128,6 +128,6 @@ def test_what_is_lost_together_is_placed_in_proportion() -> None:
         cluster = busy(replicas)
         lost = [cluster.silence(name) for name in cluster.names[replicas // 2 :][: replicas // 4]]
         cost.append(counted(partial(deque, map(cluster.own, lost), 0)))
-        assert not cluster.state.lost_trajectories
+        assert not cluster.state.work.lost
         invariants.check_invariants(cluster.state)
     assert cost[1] < MORE * TIMES * cost[0]

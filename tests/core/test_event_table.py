@@ -63,7 +63,7 @@ def vanishing(ctx: Context, event: ev.PublishSkipped) -> None:
 
 def trusting(ctx: Context, event: ev.PublishSkipped) -> None:
     """Believes any number."""
-    ctx.state.next_version, ctx.state.newest_version = 0, event.version
+    ctx.state.versions.next, ctx.state.versions.newest = 0, event.version
 
 
 @pytest.mark.parametrize("planted", [vanishing, trusting])

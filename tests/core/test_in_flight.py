@@ -82,7 +82,7 @@ def test_the_staleness_of_a_sample_is_that_of_its_oldest_weights() -> None:
     assert bench.trajectory("0.4.0").version == 1
     bench.complete("0.4")
     bench.train()
-    assert bench.state.staleness_max == 1
+    assert bench.state.steps.staleness_max == 1
 
 
 def test_held_out_answers_keep_their_version() -> None:
@@ -106,7 +106,7 @@ def test_an_evaluation_binds_where_it_has_a_slot() -> None:
     bench.complete("0.0")
     bench.train()
     bench.load_all()
-    assert bench.state.evaluation is None and bench.state.evaluation_due == 1
+    assert bench.state.evaluations.running is None and bench.state.evaluations.due == 1
     first = next(iter(bench.replica("rollout-1").running))
     begun = only(cmd.GenerateTrajectory, bench.finish(first))
     assert [(c.purpose, c.version) for c in begun] == [("eval", 1)]
@@ -122,7 +122,7 @@ def test_lost_work_goes_on_at_once_on_a_newer_replica() -> None:
     assert {(c.trajectory_id, c.placement) for c in again} == {(t, p + 1) for t, p in lost.items()}
     assert {(c.to, c.version, c.attempt) for c in again} == {("rollout-1", 1, 1)}
     assert {bench.trajectory(t).step for t in lost} == {0}
-    assert not any(t.startswith("resume:") for t in bench.state.timers)
+    assert not any(t.startswith("resume:") for t in bench.state.orders.timers)
 
 
 def test_what_ran_while_weights_were_loaded_goes_on_with_no_older_ones() -> None:
@@ -134,9 +134,7 @@ def test_what_ran_while_weights_were_loaded_goes_on_with_no_older_ones() -> None
     assert not only(
         cmd.GenerateTrajectory, bench.say("rollout-0", ev.VersionMissing(version=1, held=(1,)))
     )
-    assert {bench.trajectory(t).version for t in lost} == {1} and set(
-        bench.state.lost_trajectories
-    ) == lost
+    assert {bench.trajectory(t).version for t in lost} == {1} and set(bench.state.work.lost) == lost
     again = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
     assert {c.trajectory_id for c in again} >= lost and {c.attempt for c in again} == {1}
 
@@ -146,7 +144,7 @@ def test_work_that_ran_with_weights_that_prove_wrong_goes_on_elsewhere() -> None
     bench = trained()
     lost = set(bench.replica("rollout-1").running)
     commands = bench.say("rollout-1", ev.WeightsRejected(version=1, reason="probe"))
-    assert only(cmd.AbortTrajectories, commands) and set(bench.state.lost_trajectories) == lost
+    assert only(cmd.AbortTrajectories, commands) and set(bench.state.work.lost) == lost
     assert {bench.trajectory(t).version for t in lost} == {0}
     assert bench.pull_of("rollout-1").purpose == "start"  # type: ignore[union-attr]
     again = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
@@ -157,7 +155,7 @@ def test_work_that_ran_with_weights_that_prove_wrong_goes_on_elsewhere() -> None
 def test_relays_keep_no_version_for_unfinished_work() -> None:
     bench = trained(max_staleness=4)
     bench.load_all()
-    assert bench.state.unfinished_versions == [] and bench.replica("rollout-1").running
+    assert bench.state.versions.unfinished == [] and bench.replica("rollout-1").running
 
 
 def test_an_evaluation_that_nobody_can_answer_any_more_is_one_of_the_newest() -> None:
@@ -167,7 +165,7 @@ def test_an_evaluation_that_nobody_can_answer_any_more_is_one_of_the_newest() ->
     bench.train()
     bench.load("rollout-0")
     bench.finish("0.1.0")
-    evaluation = bench.state.evaluation
+    evaluation = bench.state.evaluations.running
     assert evaluation is not None and (evaluation.version, len(evaluation.queue)) == (1, 2)
     bench.complete("0.2")
     bench.train()
@@ -175,7 +173,7 @@ def test_an_evaluation_that_nobody_can_answer_any_more_is_one_of_the_newest() ->
     bench.load("rollout-1")
     assert bench.replica("rollout-1").version == 2 and bench.replica("rollout-0").version == 1
     bench.kill("rollout-0")
-    evaluation = bench.state.evaluation
+    evaluation = bench.state.evaluations.running
     assert evaluation is None or evaluation.version == 2
 
 
@@ -196,7 +194,7 @@ def test_an_evaluation_stays_while_a_replica_is_empty_whichever_it_is(empty: str
     bench.train()
     bench.load("rollout-0")
     bench.finish("0.1.0")
-    running = bench.state.evaluation
+    running = bench.state.evaluations.running
     assert running is not None and running.queue
     bench.complete("0.2")
     bench.train()
@@ -213,4 +211,4 @@ def test_an_evaluation_stays_while_a_replica_is_empty_whichever_it_is(empty: str
         event=ev.TimerFired(timer="none"),
     )
     evaluation.plan_unserved(Context(bench.state, tick))
-    assert bench.state.evaluation is running
+    assert bench.state.evaluations.running is running

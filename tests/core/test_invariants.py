@@ -10,7 +10,8 @@ import pytest
 
 from laminar.core import invariants
 from laminar.core.state.evaluation_scores import EvaluationCounts, PromptScores
-from laminar.core.state.state import Evaluation, State
+from laminar.core.state.evaluations import Evaluation
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase, TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -38,23 +39,23 @@ def idle() -> State:
     bench.write_ends()
     bench.load_all()
     state = bench.state
-    state.phase = "running"
-    state.timers["batch-timeout"] = 1
-    state.commands.clear()
-    state.num_train = 40
+    state.run.phase = "running"
+    state.orders.timers["batch-timeout"] = 1
+    state.orders.commands.clear()
+    state.data.num_train = 40
     return state
 
 
 def token_appears(state: State) -> None:
-    state.ledger.tokens.issued += 1
+    state.work.ledger.tokens.issued += 1
 
 
 def group_disappears(state: State) -> None:
-    state.ledger.groups.issued -= 1
+    state.work.ledger.groups.issued -= 1
 
 
 def runs_twice(state: State) -> None:
-    one, two, *_ = state.replicas.values()
+    one, two, *_ = state.members.replicas.values()
     two.running[FIRST] = one.running[FIRST]
 
 
@@ -64,122 +65,122 @@ def handed_over() -> State:
 
 
 def comes_to_nobody(state: State) -> None:
-    next(iter(state.progress.values())).destination = "rollout-0"
+    next(iter(state.repack.progress.values())).destination = "rollout-0"
 
 
 def given_away_by_nobody(state: State) -> None:
-    packing = state.replicas["rollout-0"].repack
+    packing = state.members.replicas["rollout-0"].repack
     assert packing is not None
     packing.outgoing.clear()
 
 
 def runs_under_an_old_placement(state: State) -> None:
-    state.trajectories[FIRST].placement += 1
+    state.work.trajectories[FIRST].placement += 1
 
 
 def runs_nowhere(state: State) -> None:
-    del state.replicas["rollout-0"].running[FIRST]
+    del state.members.replicas["rollout-0"].running[FIRST]
 
 
 def deadline_forgotten(state: State) -> None:
-    state.deadlines.clear()
+    state.work.deadlines.clear()
 
 
 def flat_group_waits_for_a_batch(state: State) -> None:
     state.settings = msgspec.structs.replace(state.settings, filter_metric="score")
-    group = next(iter(state.groups.values()))
+    group = next(iter(state.work.groups.values()))
     for member in group.members:
-        trajectory = state.trajectories[member]
+        trajectory = state.work.trajectories[member]
         trajectory.status, trajectory.reward_bits = TrajectoryStatus.REWARDED, 0
-    state.ready[group.id] = None
+    state.work.ready[group.id] = None
 
 
 def trained_too_late(state: State) -> None:
-    state.staleness_max = 9
+    state.steps.staleness_max = 9
 
 
 def command_to_a_fenced_process(state: State) -> None:
-    state.actors["rollout-0"].incarnation += 1
+    state.members.actors["rollout-0"].incarnation += 1
 
 
 def command_to_another_role(state: State) -> None:
-    state.actors["rollout-0"].role = Role.STORE
+    state.members.actors["rollout-0"].role = Role.STORE
 
 
 def work_without_a_command(state: State) -> None:
-    del state.commands[f"generate:{FIRST}"]
+    del state.orders.commands[f"generate:{FIRST}"]
 
 
 def work_that_nobody_watches(state: State) -> None:
-    del state.timers["progress:rollout-0"]
+    del state.orders.timers["progress:rollout-0"]
 
 
 def command_without_a_deadline(state: State) -> None:
     command = cmd.PinVersion(to="relay-0", version=0)
-    outstanding = state.commands[f"generate:{FIRST}"]
-    state.commands["pin"] = msgspec.structs.replace(outstanding, command=command)
+    outstanding = state.orders.commands[f"generate:{FIRST}"]
+    state.orders.commands["pin"] = msgspec.structs.replace(outstanding, command=command)
 
 
 def loading_without_a_pull(state: State) -> None:
-    state.replicas["rollout-1"].loading = True
+    state.members.replicas["rollout-1"].loading = True
 
 
 def no_clock_for_the_batch(state: State) -> None:
-    del state.timers["batch-timeout"]
+    del state.orders.timers["batch-timeout"]
 
 
 def lost_work_that_nobody_places(state: State) -> None:
-    state.lost_trajectories[FIRST] = None
+    state.work.lost[FIRST] = None
 
 
 def version_from_nowhere(state: State) -> None:
-    state.newest_version = 99
+    state.versions.newest = 99
 
 
 def replica_ahead(state: State) -> None:
-    state.replicas["rollout-1"].version = 99
-    state.replicas["rollout-1"].running.clear()
+    state.members.replicas["rollout-1"].version = 99
+    state.members.replicas["rollout-1"].running.clear()
 
 
 def batch_lost(state: State) -> None:
-    state.batches_chosen += 1
+    state.steps.chosen += 1
 
 
 def timer_set_by_hand(state: State) -> None:
-    state.timers["resume:0.0.0"] = 1
+    state.orders.timers["resume:0.0.0"] = 1
 
 
 def relay_in_no_chain(state: State) -> None:
-    state.relay_chain.remove("relay-1")
+    state.members.relay_chain.remove("relay-1")
 
 
 def relay_feeds_another(state: State) -> None:
-    state.relays["relay-0"].successor = "relay-2"
+    state.members.relays["relay-0"].successor = "relay-2"
 
 
 def chain_begins_elsewhere(state: State) -> None:
-    state.relay_chain.reverse()
+    state.members.relay_chain.reverse()
 
 
 def relay_that_nobody_watches(state: State) -> None:
-    state.relays["relay-2"].newest = -1
+    state.members.relays["relay-2"].newest = -1
 
 
 def head_that_is_not_fed(state: State) -> None:
-    state.relays["relay-0"].newest = -1
+    state.members.relays["relay-0"].newest = -1
 
 
 def trainer_without_a_relay(state: State) -> None:
-    state.relay_chain.clear()
-    state.relays.clear()
+    state.members.relay_chain.clear()
+    state.members.relays.clear()
 
 
 def relay_ahead(state: State) -> None:
-    state.relays["relay-1"].newest = 99
+    state.members.relays["relay-1"].newest = 99
 
 
 def holder_forgotten(state: State) -> None:
-    state.relays["relay-1"].held = []
+    state.members.relays["relay-1"].held = []
 
 
 def evaluation_of_two(state: State, **changes: object) -> None:
@@ -187,7 +188,7 @@ def evaluation_of_two(state: State, **changes: object) -> None:
     held = EvaluationCounts(prompts={0: PromptScores(answers=1, correct=1)})
     values = {"queue": [1], "total": 2, "done": 1, "correct": 1, "counts": held}
     found = Evaluation(index=0, version=0, step=0, final=False, **(values | changes))  # type: ignore[arg-type]
-    state.evaluation = found
+    state.evaluations.running = found
 
 
 def answer_without_a_score(state: State) -> None:
@@ -203,7 +204,7 @@ def answer_that_nobody_is_asked_for(state: State) -> None:
 
 
 def trainer_that_nobody_awaits(state: State) -> None:
-    state.actors["trainer-0"].ready = False
+    state.members.actors["trainer-0"].ready = False
 
 
 DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
@@ -272,12 +273,12 @@ def admits_and_got_nothing(state: State) -> str:
 
 def newest_version_is_closed(state: State) -> str:
     """Three groups of an older version hold it back, and nobody works on them."""
-    state.replicas["rollout-0"].step = -5
+    state.members.replicas["rollout-0"].step = -5
     return "the newest version does not admit"
 
 
 def enough_unchosen_but_unfinished(state: State) -> str:
-    state.deadlines = {9: 2}
+    state.work.deadlines = {9: 2}
     return "replicas and trainer are idle with data left"
 
 
@@ -308,7 +309,7 @@ def at_the_end(phase: Phase) -> State:
         bench.own(ev.DrainRequested(reason="SIGINT"))
     if phase == Phase.STOPPING:
         bench.write_ends()
-    assert bench.state.phase == phase
+    assert bench.state.run.phase == phase
     return bench.state
 
 
@@ -316,9 +317,9 @@ def at_the_end(phase: Phase) -> State:
 def test_a_run_in_which_nothing_is_under_way_stands_still_in_every_phase(phase: Phase) -> None:
     state = at_the_end(phase)
     invariants.no_standstill(state)
-    state.commands.clear()
-    state.timers.clear()
-    for replica in state.replicas.values():
+    state.orders.commands.clear()
+    state.orders.timers.clear()
+    for replica in state.members.replicas.values():
         replica.loading = False
     with pytest.raises(AssertionError):
         invariants.no_standstill(state)
@@ -326,7 +327,7 @@ def test_a_run_in_which_nothing_is_under_way_stands_still_in_every_phase(phase: 
 
 def test_a_last_evaluation_of_other_weights_than_the_export_is_a_standstill() -> None:
     state = at_the_end(Phase.FINAL_EVALUATION)
-    state.evaluation_due = -1
+    state.evaluations.due = -1
     evaluation_of_two(state)
     with pytest.raises(AssertionError, match="the export will not be evaluated"):
         invariants.no_standstill(state)
@@ -334,6 +335,6 @@ def test_a_last_evaluation_of_other_weights_than_the_export_is_a_standstill() ->
 
 def test_without_a_replica_one_is_awaited() -> None:
     state = idle()
-    state.replicas.clear()
+    state.members.replicas.clear()
     with pytest.raises(AssertionError, match="no replica serves, and none is awaited"):
         invariants.no_standstill(state)

@@ -143,8 +143,8 @@ def test_poison_prompt_is_quarantined_after_three_deaths() -> None:
         bench.come_back(boot=f"b{death}")
         bench.load_all()
     bench.write_ends()
-    assert bench.state.ledger.trajectories.dropped == {"quarantined": 2}
-    assert bench.state.ledger.groups.dropped == {"too-few-scored": 1}
+    assert bench.state.work.ledger.trajectories.dropped == {"quarantined": 2}
+    assert bench.state.work.ledger.groups.dropped == {"too-few-scored": 1}
     assert bench.open_groups() == ["0.1"]
 
 
@@ -157,7 +157,7 @@ def test_silence_of_a_whole_machine_blames_no_work() -> None:
         bench.come_back(boot=f"b{death}")
         bench.load_all()
     bench.write_ends()
-    assert bench.state.ledger.trajectories.dropped == {}
+    assert bench.state.work.ledger.trajectories.dropped == {}
     assert bench.open_groups() == ["0.0"]
 
 
@@ -167,9 +167,9 @@ def test_rewards_wait_for_a_replica_and_are_scored_when_one_comes() -> None:
     bench.start()
     bench.finish("0.0.0")
     assert not only(cmd.ScoreTrajectories, bench.kill())
-    assert list(bench.state.unscored) == ["0.0.0"]
+    assert list(bench.state.work.unscored) == ["0.0.0"]
     assert only(cmd.ScoreTrajectories, bench.come_back())
-    assert not bench.state.unscored
+    assert not bench.state.work.unscored
 
 
 def starting(**changes: object) -> Bench:
@@ -187,17 +187,17 @@ def test_engine_that_does_not_come_up_is_started_again() -> None:
     assert (restart.to, restart.actor) == ("node-0", "rollout-0")
     assert restart.reason.startswith("its engine was not ready 7 s after it had joined")
     bench.kill("rollout-0")
-    assert "progress:rollout-0" not in bench.state.timers
+    assert "progress:rollout-0" not in bench.state.orders.timers
     bench.join("rollout-0", "c")
     assert not only(cmd.RestartActor, bench.wait(6_999))
     bench.ready("rollout-0")
-    assert not only(cmd.RestartActor, bench.wait(7_000)) and not bench.state.failure
+    assert not only(cmd.RestartActor, bench.wait(7_000)) and not bench.state.run.failure
 
 
 def test_engine_that_starts_while_the_run_ends_is_left_alone() -> None:
     bench = starting(engine_start_ms=7_000)
     bench.own(ev.DrainRequested(reason="SIGQUIT", at_once=True))
-    assert bench.state.phase == "ending"
+    assert bench.state.run.phase == "ending"
     assert not only(cmd.RestartActor, bench.wait(7_000))
 
 
@@ -209,19 +209,19 @@ def test_replica_that_is_never_restarted_is_fenced() -> None:
     its_work = set(bench.replica("rollout-0").running)
     moved = only(cmd.GenerateTrajectory, bench.wait(RESTART_TIMEOUT_MS))
     assert its_work == {c.trajectory_id for c in moved} and {c.to for c in moved} == {"rollout-1"}
-    assert not bench.state.is_actor_alive("rollout-0")
-    assert "restart:rollout-0" not in bench.state.commands
-    assert "rejoin:rollout-0" in bench.state.timers
+    assert not bench.state.members.is_actor_alive("rollout-0")
+    assert "restart:rollout-0" not in bench.state.orders.commands
+    assert "rejoin:rollout-0" in bench.state.orders.timers
     bench.join("rollout-0", "b")
-    assert bench.state.is_actor_alive("rollout-0")
+    assert bench.state.members.is_actor_alive("rollout-0")
 
 
 def test_restart_of_a_replica_that_is_lost_already_is_not_waited_for() -> None:
     bench = pair()
     assert only(cmd.RestartActor, bench.silent("rollout-0"))
     assert bench.own(ev.TimerFired(timer="command:restart:rollout-0")) == []
-    assert "restart:rollout-0" not in bench.state.commands
-    assert "rejoin:rollout-0" in bench.state.timers
+    assert "restart:rollout-0" not in bench.state.orders.commands
+    assert "rejoin:rollout-0" in bench.state.orders.timers
 
 
 def test_replica_that_is_to_be_restarted_and_falls_silent_is_asked_for_again() -> None:
@@ -230,10 +230,10 @@ def test_replica_that_is_to_be_restarted_and_falls_silent_is_asked_for_again() -
     bench.start()
     assert only(cmd.RestartActor, bench.wait(1_500))
     assert only(cmd.RestartActor, bench.silent("rollout-0"))
-    restarts = [key for key in bench.state.commands if key.startswith("restart:")]
+    restarts = [key for key in bench.state.orders.commands if key.startswith("restart:")]
     assert restarts == ["restart:rollout-0"]
     bench.join("rollout-0", "b")
-    assert "restart:rollout-0" not in bench.state.commands
+    assert "restart:rollout-0" not in bench.state.orders.commands
 
 
 def test_lost_sibling_that_fails_leaves_the_other_to_be_resumed() -> None:
@@ -243,9 +243,9 @@ def test_lost_sibling_that_fails_leaves_the_other_to_be_resumed() -> None:
     bench.kill()
     bench.join("rollout-0", "b")
     bench.ready("rollout-0")
-    assert list(bench.state.lost_trajectories) == ["0.0.0", "0.0.1", "0.0.2"]
+    assert list(bench.state.work.lost) == ["0.0.0", "0.0.1", "0.0.2"]
     bench.fail("0.0.1", "store-refused")
-    assert list(bench.state.lost_trajectories) == ["0.0.0", "0.0.2"]
+    assert list(bench.state.work.lost) == ["0.0.0", "0.0.2"]
     resumed = only(cmd.GenerateTrajectory, bench.load("rollout-0"))
     assert [c.trajectory_id for c in resumed] == ["0.0.0", "0.0.2"]
 
@@ -255,9 +255,9 @@ def test_a_held_out_answer_that_waits_for_its_turn_is_asked_for_again_with_its_s
     evaluation is one of the newest."""
     bench, answered = behind_a_turn()
     bench.say("rollout-0", answered)
-    assert "e0.0.0" in bench.state.lost_trajectories
+    assert "e0.0.0" in bench.state.work.lost
     bench.kill("rollout-0")
     assert (
-        "e0.0.0" not in bench.state.lost_trajectories
-        and bench.state.evaluation_due == bench.state.newest_version
+        "e0.0.0" not in bench.state.work.lost
+        and bench.state.evaluations.due == bench.state.versions.newest
     )

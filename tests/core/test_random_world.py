@@ -44,32 +44,33 @@ def test_runs_end_with_three_books_that_agree(good_runs: list[World]) -> None:
 
 
 def test_failed_runs_end_with_a_reason_and_closed_books(failing_runs: list[World]) -> None:
-    failed = [world for world in failing_runs if world.state.failure]
+    failed = [world for world in failing_runs if world.state.run.failure]
     assert len(failed) > len(failing_runs) // 2
     for world in failed:
         check_failed(world)
 
 
 def test_paused_runs_have_saved_what_is_complete(pausing_runs: list[World]) -> None:
-    assert sum(world.state.paused for world in pausing_runs) > len(pausing_runs) // 2
+    assert sum(world.state.run.paused for world in pausing_runs) > len(pausing_runs) // 2
     for world in pausing_runs:
         check_paused(world)
 
 
 def test_random_runs_meet_what_they_are_for(good_runs: list[World]) -> None:
     """A world without losses, drops, restarts, skips or fences would prove little."""
-    ledgers = [world.state.ledger for world in good_runs]
+    ledgers = [world.state.work.ledger for world in good_runs]
     reasons = {reason for ledger in ledgers for reason in ledger.trajectories.dropped}
     assert reasons >= {
         "batch-timeout", "end-of-data", "mismatch", "no-variance", "quarantined", "replica-lost",
         "run-ended", "store-refused", "too-few-scored", "unscored",
     }  # fmt: skip
     assert sum(ledger.tokens.dropped.get("restarted", 0) for ledger in ledgers) > 0
-    ignored = {reason.partition(": ")[2] for world in good_runs for reason in world.state.ignored}
-    assert {bool(world.state.failure) for world in good_runs if world.state.rewards} == {
-        False,
-        True,
+    ignored = {
+        reason.partition(": ")[2] for world in good_runs for reason in world.state.run.ignored
     }
+    assert {
+        bool(world.state.run.failure) for world in good_runs if world.state.signals.rewards
+    } == {False, True}
     assert ignored >= {"fenced", "old-placement", "old-process", "repeat", "not-pulling"}
 
 
@@ -81,7 +82,7 @@ def test_on_policy_runs_train_only_what_began_with_the_newest_weights(
     on_policy = [world for world in good_runs if world.settings.max_staleness == 0]
     assert len(on_policy) > 50
     for world in on_policy:
-        assert world.state.staleness_max == 0
+        assert world.state.steps.staleness_max == 0
         too_early: set[str] = set()
         chosen, ordered = False, set[int]()
         for stamped, commands in world.log:
@@ -218,20 +219,20 @@ class TwiceWorld(World):
         that is refused is refused as often as it asks; a replica that was told to pull again may
         answer again."""
         if isinstance(event, ev.WeightsLoaded | ev.WeightsRejected | ev.VersionMissing):
-            return any(key.startswith("pull:") for key in self.state.commands)
+            return any(key.startswith("pull:") for key in self.state.orders.commands)
         if isinstance(event, ev.TimerFired):
-            return event.timer in self.state.timers
+            return event.timer in self.state.orders.timers
         if isinstance(event, ev.ActorJoined):
-            return self.state.actors[event.name].boot_id != event.boot_id
+            return self.state.members.actors[event.name].boot_id != event.boot_id
         return isinstance(event, ev.CoordinatorStarted)
 
     def _essence(self) -> str:
         """The state without its event counter and its count of ignored events."""
         state = self.state
-        seq, ignored = state.seq, state.ignored
-        state.seq, state.ignored = 0, {}
+        seq, ignored = state.seq, state.run.ignored
+        state.seq, state.run.ignored = 0, {}
         found = hash_state(state)
-        state.seq, state.ignored = seq, ignored
+        state.seq, state.run.ignored = seq, ignored
         return found
 
 
@@ -249,7 +250,7 @@ def test_failing_runs_survive_repeats() -> None:
         world = failing_world(seed)
         world.faults.repeat_event = 1.0
         world.run()
-        assert world.state.phase == "ended"
+        assert world.state.run.phase == "ended"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -19,7 +19,8 @@ from laminar.core.rules import (
     is_rule_active,
     rules_of,
 )
-from laminar.core.state.state import Group, State, decode, encode
+from laminar.core.state.state import State, decode, encode
+from laminar.core.state.work import Group
 from laminar.core.steps import batching
 from laminar.events import commands as cmd
 from laminar.events.base import Settings, Stamped

@@ -36,29 +36,31 @@ def trained(**changes: object) -> Bench:
 
 def orders(bench: Bench) -> list[tuple[str, int]]:
     """Outstanding ends: key, and the incarnation that they are addressed to."""
-    found = bench.state.commands.items()
+    found = bench.state.orders.commands.items()
     return [(k, o.incarnation) for k, o in found if isinstance(o.command, cmd.EndTrajectories)]
 
 
 def deadlines(bench: Bench) -> list[str]:
-    return [name for name in bench.state.timers if name.startswith("command:end:")]
+    return [name for name in bench.state.orders.timers if name.startswith("command:end:")]
 
 
 def test_its_orders_go_to_its_next_process_and_the_run_goes_on() -> None:
     bench = trained()
     ((key, first),) = orders(bench)
     bench.kill("store-0")
-    assert not bench.state.failure and "rejoin:store-0" in bench.state.timers
+    assert not bench.state.run.failure and "rejoin:store-0" in bench.state.orders.timers
     assert orders(bench) == [(key, first)] and deadlines(bench) == []
     bench.join("store-0", "b")
-    second = bench.state.actors["store-0"].incarnation
+    second = bench.state.members.actors["store-0"].incarnation
     assert orders(bench) == [(key, second)] and second > first
-    assert "rejoin:store-0" in bench.state.timers, "it has joined, and is not ready"
+    assert "rejoin:store-0" in bench.state.orders.timers, "it has joined, and is not ready"
     bench.ready("store-0")
-    assert "rejoin:store-0" not in bench.state.timers and deadlines(bench) == [f"command:{key}"]
+    assert "rejoin:store-0" not in bench.state.orders.timers and deadlines(bench) == [
+        f"command:{key}"
+    ]
     bench.write_ends()
-    assert orders(bench) == [] and bench.state.ledger.trajectories.trained == 2
-    assert bench.state.num_train == bench.num_train
+    assert orders(bench) == [] and bench.state.work.ledger.trajectories.trained == 2
+    assert bench.state.data.num_train == bench.num_train
 
 
 def test_what_ends_while_it_is_away_is_ordered_too_and_has_its_time_from_its_return() -> None:
@@ -73,20 +75,20 @@ def test_what_ends_while_it_is_away_is_ordered_too_and_has_its_time_from_its_ret
     bench.wait(END_TIMEOUT_MS - 1)
     assert not only(cmd.RestartActor, bench.wait(0))
     bench.write_ends()
-    assert bench.state.ledger.trajectories.trained == 4
+    assert bench.state.work.ledger.trajectories.trained == 4
 
 
 def test_its_answer_from_before_its_death_is_refused() -> None:
     """It was fenced; its successor answers the same order."""
     bench = trained()
-    (outstanding,) = (o for o in bench.state.commands.values() if o.command.to == "store-0")
-    written, old = bench.written(outstanding), bench.state.actors["store-0"].incarnation
+    (outstanding,) = (o for o in bench.state.orders.commands.values() if o.command.to == "store-0")
+    written, old = bench.written(outstanding), bench.state.members.actors["store-0"].incarnation
     bench.kill("store-0")
     bench.come_back("store-0")
     bench.hear("store-0", old, written)
-    assert bench.state.ledger.trajectories.trained == 0
+    assert bench.state.work.ledger.trajectories.trained == 0
     bench.say("store-0", written)
-    assert bench.state.ledger.trajectories.trained == 2
+    assert bench.state.work.ledger.trajectories.trained == 2
 
 
 def test_it_dies_again_before_it_is_ready() -> None:
@@ -94,10 +96,10 @@ def test_it_dies_again_before_it_is_ready() -> None:
     bench.kill("store-0")
     bench.join("store-0", "b")
     bench.kill("store-0")
-    assert not bench.state.failure and "rejoin:store-0" in bench.state.timers
+    assert not bench.state.run.failure and "rejoin:store-0" in bench.state.orders.timers
     bench.come_back("store-0", "c")
     bench.write_ends()
-    assert bench.state.ledger.trajectories.trained == 2
+    assert bench.state.work.ledger.trajectories.trained == 2
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -107,33 +109,35 @@ def test_it_does_not_come_back_in_time(joins: bool) -> None:
     if joins:
         bench.join("store-0", "b")
     bench.wait(START_MS)
-    assert bench.state.failure.startswith("the store is lost: store-0 was restarted and never")
-    assert bench.state.phase == (Phase.ENDING if joins else Phase.STOPPING)
+    assert bench.state.run.failure.startswith("the store is lost: store-0 was restarted and never")
+    assert bench.state.run.phase == (Phase.ENDING if joins else Phase.STOPPING)
 
 
 def test_its_node_gives_it_up() -> None:
     bench = trained()
     bench.kill("store-0", restarting=False)
-    assert bench.state.failure == "the store is lost: store-0: its process ended with exit code -9"
+    assert (
+        bench.state.run.failure == "the store is lost: store-0: its process ended with exit code -9"
+    )
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == (Phase.ENDED, 1)
-    assert bench.state.ledger.trajectories.live, "nothing may claim that the ends were written"
+    assert (bench.state.run.phase, bench.state.run.exit_code) == (Phase.ENDED, 1)
+    assert bench.state.work.ledger.trajectories.live, "nothing may claim that the ends were written"
 
 
 def test_it_says_that_it_cannot_go_on() -> None:
     """Another process would meet the same: the run ends with the reason."""
     bench = trained()
     bench.say("store-0", ev.ActorFailed(reason="disk full", user_error=False))
-    assert bench.state.failure == "store-0: disk full"
+    assert bench.state.run.failure == "store-0: disk full"
 
 
 def test_silence_has_it_restarted() -> None:
     bench = trained()
     (order,) = only(cmd.RestartActor, bench.silent("store-0"))
-    assert (order.to, order.actor) == ("node-0", "store-0") and not bench.state.failure
+    assert (order.to, order.actor) == ("node-0", "store-0") and not bench.state.run.failure
     bench.come_back("store-0")
     bench.write_ends()
-    assert bench.state.ledger.trajectories.trained == 2
+    assert bench.state.work.ledger.trajectories.trained == 2
 
 
 def test_two_minutes_for_one_transaction_have_it_restarted_and_then_given_up() -> None:
@@ -142,9 +146,9 @@ def test_two_minutes_for_one_transaction_have_it_restarted_and_then_given_up() -
     (order,) = only(cmd.RestartActor, bench.wait(END_TIMEOUT_MS))
     assert order.actor == "store-0" and "EndTrajectories" in order.reason
     bench.wait(RESTART_TIMEOUT_MS)
-    assert not bench.state.is_actor_alive("store-0") and not bench.state.failure
+    assert not bench.state.members.is_actor_alive("store-0") and not bench.state.run.failure
     bench.wait(START_MS)
-    assert bench.state.failure.startswith("the store is lost")
+    assert bench.state.run.failure.startswith("the store is lost")
 
 
 @pytest.mark.parametrize("node_first", [True, False])
@@ -157,14 +161,15 @@ def test_a_store_that_is_silent_with_its_node_is_waited_for(node_first: bool) ->
     bench.silent("store-0")
     if not node_first:
         fall_silent(bench)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     speak_again(bench)
     bench.come_back("store-0")
     bench.silent("store-0")
     fall_silent(bench)
     bench.wait(bench.settings.start_timeout_ms)
-    assert bench.state.failure == (
-        "the store is lost: store-0 is lost, and node-0, which would restart it, is silent"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "store-lost",
+        "store-0",
     )
 
 
@@ -182,12 +187,12 @@ def test_no_batch_gives_up_what_it_waits_for_meanwhile() -> None:
     bench = trained(batch_timeout_ms=20_000)
     bench.write_ends()
     bench.kill("store-0")
-    before = [t.batch_timeouts for t in bench.state.trajectories.values()]
+    before = [t.batch_timeouts for t in bench.state.work.trajectories.values()]
     assert bench.wait(60_000) == []
-    assert [t.batch_timeouts for t in bench.state.trajectories.values()] == before
+    assert [t.batch_timeouts for t in bench.state.work.trajectories.values()] == before
     bench.come_back("store-0")
     bench.wait(20_000)
-    assert any(t.batch_timeouts for t in bench.state.trajectories.values())
+    assert any(t.batch_timeouts for t in bench.state.work.trajectories.values())
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -195,16 +200,16 @@ def test_the_end_of_the_run_waits_for_it(comes_back: bool) -> None:
     """The last ends are not written yet: the books close, or it is given up in its time."""
     bench = trained()
     bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
-    assert bench.state.phase == Phase.ENDING
+    assert bench.state.run.phase == Phase.ENDING
     bench.kill("store-0")
-    assert bench.state.phase == Phase.ENDING
+    assert bench.state.run.phase == Phase.ENDING
     if comes_back:
         bench.come_back("store-0")
         bench.write_ends()
-        assert bench.state.ledger.trajectories.live == 0
+        assert bench.state.work.ledger.trajectories.live == 0
     else:
         bench.wait(START_MS)
-    assert bench.state.phase == Phase.STOPPING
+    assert bench.state.run.phase == Phase.STOPPING
 
 
 def test_silence_while_the_run_ends_has_it_restarted_and_others_not() -> None:

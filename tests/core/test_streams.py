@@ -7,7 +7,7 @@ import pytest
 from laminar.core.loading import PULL_TIMEOUT_MS
 from laminar.core.repack.stragglers import find_engine_reason
 from laminar.core.state import keys
-from laminar.core.state.state import RepackState
+from laminar.core.state.migrations import RepackState
 from laminar.core.versions.broadcast import RECEIVE_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -53,7 +53,7 @@ def test_it_is_given_new_groups_at_once() -> None:
     bench.receive(RELAY, 0)
     bench.say(name, bench.loaded(0))
     assert bench.pull_of(name) is None and bench.replica(name).groups_taken == took
-    assert bench.state.ps_per_byte.keys() <= {"load", RELAY}, "it says nothing about loads"
+    assert bench.state.versions.ps_per_byte.keys() <= {"load", RELAY}, "it says nothing about loads"
 
 
 def test_weights_that_prove_wrong_are_loaded_whole_and_what_was_placed_goes_elsewhere() -> None:
@@ -75,9 +75,9 @@ def test_held_out_answers_of_weights_that_nobody_serves_any_more_are_asked_for_a
     assert held_out
     bench.kill(bench.names[0], restarting=False)
     bench.say(name, ev.WeightsRejected(version=0, reason="digest"))
-    assert set(held_out) <= set(bench.state.lost_trajectories)
+    assert set(held_out) <= set(bench.state.work.lost)
     bench.wait(bench.state.settings.resume_timeout_ms)
-    assert not set(held_out) & set(bench.state.lost_trajectories)
+    assert not set(held_out) & set(bench.state.work.lost)
     bench.receive(RELAY, 0)
     again = only(cmd.GenerateTrajectory, bench.load(name))
     assert {c.purpose for c in again} == {"eval"}
@@ -108,7 +108,7 @@ def test_its_time_runs_anew_while_bytes_come() -> None:
             left_bytes=10,
         ),
     )
-    due = bench.state.timers[keys.deadline_timer(keys.pull_key(name))]
+    due = bench.state.orders.timers[keys.deadline_timer(keys.pull_key(name))]
     assert due == (bench.now_ms + RECEIVE_TIMEOUT_MS) * 1_000_000
 
 
@@ -118,7 +118,7 @@ def test_a_lost_relay_does_not_end_the_run(lost: str) -> None:
     bench.kill(lost)
     bench.say(joiner(bench), ev.VersionMissing(version=0, held=()))
     bench.come_back(lost)
-    assert bench.state.failure == ""
+    assert bench.state.run.failure == ""
 
 
 def test_it_is_in_no_tail_and_loads_nothing_in_flight() -> None:

@@ -132,7 +132,7 @@ def test_third_death_of_the_last_evaluation_answer_ends_the_evaluation(way: Way)
     again(bench, way)
     commands = way(bench, REPLICA)
     assert [c.version for c in only(cmd.PinVersion, commands)] == [-1]
-    figures = bench.state.evaluations[0].figures
+    figures = bench.state.evaluations.results[0].figures
     assert figures is not None and figures.missing == 1
 
 
@@ -146,7 +146,7 @@ def test_loss_of_the_trainer_without_checkpoints_stops_everybody(way: Way) -> No
     commands = way(bench, name)
     stopped = {c.to for c in only(cmd.StopActor, commands)} - {name}
     assert stopped == {"node-0", "store-0", "relay-0", "trainer-0"} - {name}
-    assert bench.state.failure.startswith(f"{name}") and bench.state.exit_code == 1
+    assert bench.state.run.failure.startswith(f"{name}") and bench.state.run.exit_code == 1
     assert not only(cmd.AcceptActor, commands)
 
 
@@ -166,5 +166,5 @@ def test_who_leaves_has_not_died_of_its_work(way: Callable[[Bench, str], list[Co
     bench.start()
     for _ in range(4):
         again(bench, way)
-    assert {t.deaths for t in bench.state.trajectories.values()} == {0}
-    assert not bench.state.ledger.groups.dropped
+    assert {t.deaths for t in bench.state.work.trajectories.values()} == {0}
+    assert not bench.state.work.ledger.groups.dropped

@@ -92,7 +92,7 @@ def test_hash_is_logged_later_and_compared_with_the_state_of_its_event(
     assert len(announced) > 5 and set(answered) <= set(announced)
     assert sum(at > seq for seq, at in answered.items()) > 5
     found = replay_records(late.disk)
-    assert found.difference is None and found.machine.state.phase == Phase.ENDED
+    assert found.difference is None and found.machine.state.run.phase == Phase.ENDED
     assert found.hashes == len(answered) + 1 > 5
 
 
@@ -116,7 +116,7 @@ def test_hash_that_never_came_is_missed_by_nobody(records: list[Record]) -> None
     kept = [r for r in records if not (isinstance(r, StateHashRecord) and r.digest)]
     found = replay_records(log_of(kept))
     assert found.difference is None and found.hashes == 0
-    assert found.machine.state.phase == Phase.ENDED
+    assert found.machine.state.run.phase == Phase.ENDED
 
 
 def test_replay_from_a_snapshot_passes_over_the_hash_of_an_event_before_it(

@@ -9,7 +9,8 @@ import pytest
 
 from laminar.core import machine, rules
 from laminar.core.rules import LOGIC_VERSION, Rule, is_rule_active
-from laminar.core.state.state import Group, State
+from laminar.core.state.state import State
+from laminar.core.state.work import Group
 from laminar.core.steps import batching
 from laminar.eventlog.reader import read_log, read_raw_log, scan_log
 from laminar.eventlog.record import (
@@ -135,7 +136,6 @@ def test_field_that_is_added_to_the_state_changes_no_golden(
 
     class LaterState(State, kw_only=True):
         mood: int = -1
-        moods: dict[str, int] = msgspec.field(default_factory=dict)
 
     monkeypatch.setattr(machine, "State", LaterState)
     for golden in GOLDENS:

@@ -76,7 +76,7 @@ def test_log_of_a_tick_replays_identically(run: LoggedRun, records: list[Record]
     assert found.difference is None
     assert found.events == sum(isinstance(r, EventRecord) for r in records) == run.state.seq
     assert found.decisions == sum(isinstance(r, DecisionRecord) for r in records) > 100
-    assert found.machine.state.phase == Phase.ENDED
+    assert found.machine.state.run.phase == Phase.ENDED
     assert hash_state(found.machine.state) == hash_state(run.state)
 
 
@@ -231,7 +231,7 @@ def test_missing_decisions_at_a_takeover_have_to_follow_its_header(records: list
     plain = without_headers(records)
     cut = end_of_a_decision(plain)
     found = replay_records(log_of(plain, takeovers=(cut,)))
-    assert found.difference is None and found.machine.state.phase == Phase.ENDED
+    assert found.difference is None and found.machine.state.run.phase == Phase.ENDED
     found = replay_records(log_of(plain[:cut] + plain[cut + 1 :], takeovers=(cut,)))
     assert difference(found).count("no such decision") == 1
 
@@ -254,7 +254,7 @@ def test_rotated_log_replays(records: list[Record]) -> None:
             writer.commit()
     assert len(disk.list_names()) > 20
     found = replay_records(disk)
-    assert found.difference is None and found.machine.state.phase == Phase.ENDED
+    assert found.difference is None and found.machine.state.run.phase == Phase.ENDED
 
 
 def test_until_stops_after_an_event(run: LoggedRun) -> None:

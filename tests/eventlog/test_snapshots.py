@@ -173,10 +173,19 @@ def packed(snapshot: object) -> bytes:
         (lambda s: packed(msgspec.structs.replace(s, logic=99)), "it is of logic version 99"),
         (lambda s: packed(with_rule(s, "odd")), "it is of the decision rule 'odd'"),
         (lambda s: packed(msgspec.structs.replace(s, seq=7)), "it is of event 7"),
-        (lambda s: packed(with_state(s, phase=3)), "it was written by another release: "),
-        (lambda s: packed(with_state(s, phase="odd")), "it was written by another release: "),
-        (lambda s: packed(with_state(s, export_path="odd")), "its state has another structure"),
-        (lambda s: packed(with_state(s, phase=b"\xff")), "it was written by another release: "),
+        (lambda s: packed(with_state(s, run={"phase": 3})), "it was written by another release: "),
+        (
+            lambda s: packed(with_state(s, run={"phase": "odd"})),
+            "it was written by another release: ",
+        ),
+        (
+            lambda s: packed(with_state(s, versions={"export_path": "odd"})),
+            "its state has another structure",
+        ),
+        (
+            lambda s: packed(with_state(s, run={"phase": b"\xff"})),
+            "it was written by another release: ",
+        ),
     ],
 )
 def test_an_odd_snapshot_is_passed_over_with_its_reason(

@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import to_kebab_case
-from laminar.events.codec import (
-    MESSAGE_BYTES_MAX,
-    WireError,
-    decode_command,
-    decode_envelope,
-    decode_event,
-    encode,
-)
+from laminar.events.codec import decode_command, decode_envelope, decode_event, encode
+from laminar.events.families import MESSAGE_BYTES_MAX, WireError, to_kebab_case
 from laminar.names.ids import TrajectoryId
 
 FINISHED = ev.TrajectoryFinished(

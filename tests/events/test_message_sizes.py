@@ -16,13 +16,8 @@ from laminar.core.steps.batching import STRATEGIES
 from laminar.eventlog.record import DecisionRecord, EventRecord, encode_frame
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.codec import (
-    MESSAGE_BYTES_MAX,
-    MessageTooLarge,
-    decode_envelope,
-    decode_event,
-    encode,
-)
+from laminar.events.codec import MessageTooLarge, decode_envelope, decode_event, encode
+from laminar.events.families import MESSAGE_BYTES_MAX
 from laminar.names import ids
 from laminar.net.frames import Hello
 from laminar.net.session import ClientLink, Limits, ServerLink
@@ -45,7 +40,7 @@ def links() -> tuple[ClientLink, ServerLink]:
     client = ClientLink("trainer-0", "trainer", "b1", heartbeat_ns=10**9, now_ns=0)
     hello = Hello("trainer-0", "trainer", "b1", 0, 1, {})
     limits = Limits(outbox_bytes=COMMANDS_BYTES_MAX)
-    server = ServerLink(hello, server_boot="s1", incarnation=1, now_ns=0, last_seq=0, limits=limits)
+    server = ServerLink(hello, server_boot="s1", incarnation=1, last_seq=0, limits=limits)
     for frame in server.poll(0):
         client.receive(frame, 0)
     return client, server

@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from laminar.config import ConfigError, dump_config, load_config
-from laminar.coordinator.loop import make_settings
 from laminar.coordinator.system import RealDisk
+from laminar.core.rules import NEW_RUN
 from laminar.eventlog.reader import read_log
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
+from laminar.events.base import Settings
 from laminar.events.codec import decode_event
 from laminar.launch import resume_check
 from laminar.names import exit_codes, ids
@@ -48,7 +49,9 @@ def run_of(
     run = tmp_path / "run"
     place = (f"run.output_dir={tmp_path}", "run.name=run")
     config = load_config([], [*place, *BASE, *overrides])
-    settings = msgspec.structs.replace(make_settings(config), start_timeout_ms=60_000)
+    settings = msgspec.structs.replace(
+        Settings.from_config(config, NEW_RUN), start_timeout_ms=60_000
+    )
     log = World(settings, num_train=30, faults=Faults(save=1.0), seed=3).run().log
     first = log[0][0]
     assert isinstance(first.event, ev.CoordinatorStarted)
@@ -59,7 +62,7 @@ def run_of(
     (run / "config.toml").write_text(dump_config(config))
     write_log(run, log[: done[step - 1] if step else None])
     if step and config.trainer.save_freq:
-        chain = {t.step_index: t.chain for t in resume_check.state_of(run).trained}[1]
+        chain = {t.step_index: t.chain for t in resume_check.state_of(run).steps.trained}[1]
         checkpoint(run, chain)
     return run
 
@@ -156,7 +159,8 @@ def fork_of(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     place = (f"run.output_dir={tmp_path}", "run.name=run")
     config = load_config([], [*place, *BASE])
-    (stamped, commands), *_ = World(make_settings(config), num_train=30, seed=3).run().log
+    settings = Settings.from_config(config, NEW_RUN)
+    (stamped, commands), *_ = World(settings, num_train=30, seed=3).run().log
     assert isinstance(stamped.event, ev.CoordinatorStarted)
     origin = ev.ForkOrigin(
         run="runs/other",

@@ -16,6 +16,8 @@ from rich.console import Console
 
 from laminar.cli.commands import build_parser
 from laminar.config import load_config
+from laminar.coordinator.restarts import GiveUp
+from laminar.core.state.failures import FailureKind
 from laminar.launch import supervisor as supervisor_module
 from laminar.launch import train
 from laminar.launch.prefork import PreforkedNode
@@ -153,7 +155,7 @@ def test_at_once_without_a_coordinator_waits_for_none(tmp_path: Path) -> None:
     """It had died when the user asked; its processes are told to leave, and killed if need be."""
     supervisor = StandIns(tmp_path / "run", "SIGQUIT", exit_codes.CRASHED)
     over = supervisor.run()
-    assert (over.code, over.reason) == (exit_codes.STOPPED_EARLY, "stopped at once: SIGQUIT")
+    assert over == GiveUp.after(FailureKind.STOPPED, "SIGQUIT")
     assert supervisor.heard.read_text() == "now SIGQUIT\n"
     assert all(node.returncode == -signal.SIGTERM for _, node in supervisor._nodes)
 
@@ -189,7 +191,7 @@ def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     over = supervisor.run()
     assert over.code == exit_codes.USER_ERROR
-    assert f"{tmp_path / 'run'} is gone" in over.reason
+    assert f"{tmp_path / 'run'} is gone" in over.failure.sentence
     assert not (tmp_path / "run").exists()
 
 

@@ -66,11 +66,7 @@ class Coordinator:
             return
         events = self.record.setdefault(hello.name, [])
         self.links[route] = link = ServerLink(
-            hello,
-            server_boot=f"{self.boot}-{len(self.links)}",
-            incarnation=7,
-            now_ns=now,
-            last_seq=len(events),
+            hello, server_boot=f"{self.boot}-{len(self.links)}", incarnation=7, last_seq=len(events)
         )
         if self.refuse:
             link.refuse_client(self.refuse)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laminar.events.families import WireError
 from laminar.net.frames import (
     Ack,
     Ask,
@@ -16,7 +17,6 @@ from laminar.net.frames import (
     Hello,
     Refused,
     Welcome,
-    WireError,
     decode_client,
     decode_server,
     encode,

@@ -138,7 +138,7 @@ async def test_a_request_that_was_acknowledged_but_never_answered_is_asked_again
             for route, frame in first.drain_frames():
                 if link is None:
                     hello = Hello("rollout-0", "rollout", "b-rollout-0", 0, 1, {})
-                    link = ServerLink(hello, server_boot="s1", incarnation=0, now_ns=0)
+                    link = ServerLink(hello, server_boot="s1", incarnation=0)
                 taken += link.receive(frame, 0)
                 link.mark_processed(len(taken))
                 for answer in link.poll(0):

@@ -6,9 +6,9 @@ import pytest
 from laminar.net import rpc_server
 from laminar.net.calls import Reply, Request
 from laminar.net.frames import Bye, Data, Hello, Refused, decode_server, encode
+from laminar.net.links import Links
 from laminar.net.rpc_server import RpcServer
-from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink, describe_client_limit
-from laminar.net.wakeups import Wakeups
+from laminar.net.session import MS, PEERS_MAX, RESEND_MIN_NS, ServerLink
 from tools.kit.secrets import KEYS
 
 LEASE_MS = 5_000
@@ -52,19 +52,17 @@ class Desk:
         for number in range(peers):
             self.hear(number, Hello(f"rollout-{number}", "rollout", f"b{number}", 0, 1, {}))
         self.turn()
-        for name in ("poll", "silent_ns"):
-            monkeypatch.setattr(ServerLink, name, self._counted(getattr(ServerLink, name)))
+        poll, iterate = ServerLink.poll, Links.__iter__
+        monkeypatch.setattr(ServerLink, "poll", lambda link, now: poll(self.look(link), now))
+        monkeypatch.setattr(Links, "__iter__", lambda links: map(self.look, iterate(links)))
 
     def _handle(self, batch):
         self.handled += [boot_id for boot_id, _, _ in batch]
         return [b"ok"] * len(batch)
 
-    def _counted(self, function):
-        def look(link, now):
-            self.looks.append(link.name)
-            return function(link, now)
-
-        return look
+    def look(self, link):
+        self.looks.append(link.name)
+        return link
 
     def hear(self, number, frame):
         self.wire.frames.append((b"r%d" % number, encode(frame)))
@@ -78,7 +76,7 @@ class Desk:
         self.hear(number, Data(self.boot_of(number), seq, 0, body))
 
     def boot_of(self, number):
-        return self.server._peers[f"rollout-{number}", f"b{number}"].link.server_boot
+        return self.server._links.get(f"b{number}").server_boot
 
 
 @pytest.fixture
@@ -140,18 +138,20 @@ def test_ten_thousand_replicas_are_let_in_and_too_many_are_told_why(monkeypatch)
     desk = Desk(monkeypatch, IDLE)
     desk.hear(IDLE, Hello("one-more", "rollout", "b", 0, 1, {}))
     desk.turn()
-    assert (b"r%d" % IDLE, Refused(describe_client_limit(IDLE))) in desk.wire.sent
-    assert f"the server has {IDLE} clients" in describe_client_limit(
-        IDLE
-    ) and "ulimit -n" in describe_client_limit(IDLE)
+    (refused,) = (f for r, f in desk.wire.sent if r == b"r%d" % IDLE and isinstance(f, Refused))
+    assert f"the server has {IDLE} clients" in refused.reason and "ulimit -n" in refused.reason
 
 
 def test_a_key_is_named_once_when_its_earliest_time_has_come():
-    wakeups = Wakeups[str]()
+    links = Links(2)
+    a, b = (ServerLink(Hello(n, "r", n, 0, 1, {}), server_boot=n, incarnation=0) for n in "ab")
+    links.add(a)
+    links.add(b)
+    assert links.take_due(0) == [a, b]
     for key, at in (("a", 30), ("b", 20), ("a", 10), ("b", 40)):
-        wakeups.schedule_wakeup(key, at)
-    assert wakeups.take_due(9) == []
-    assert wakeups.take_due(20) == ["a", "b"]
-    assert wakeups.take_due(50) == []  # the later times were for what has been looked at since
-    wakeups.schedule_wakeup("a", 60)
-    assert wakeups.take_due(60) == ["a"]
+        links.wake_at(key, at)
+    assert links.take_due(9) == []
+    assert links.take_due(20) == [a, b]
+    assert links.take_due(50) == []  # the later times were for what has been looked at since
+    links.wake_at("a", 60)
+    assert links.take_due(60) == [a]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from laminar.events.families import WireError
 from laminar.net.frames import (
     Ack,
     Ask,
@@ -12,7 +13,6 @@ from laminar.net.frames import (
     Hello,
     Refused,
     Welcome,
-    WireError,
     decode_client,
     decode_server,
     encode,
@@ -29,7 +29,6 @@ from laminar.net.session import (
     Outbox,
     OutboxFull,
     ServerLink,
-    describe_client_limit,
 )
 
 HEARTBEAT = 1_000 * MS
@@ -41,9 +40,7 @@ def client(heartbeat_ns=HEARTBEAT, **options):
 
 
 def server(hello=HELLO, boot="s1", last_seq=0, **options):
-    return ServerLink(
-        hello, server_boot=boot, incarnation=4, now_ns=0, last_seq=last_seq, **options
-    )
+    return ServerLink(hello, server_boot=boot, incarnation=4, last_seq=last_seq, **options)
 
 
 def up_client(boot="s1", **options):
@@ -210,12 +207,6 @@ def test_a_body_that_no_peer_would_take_is_refused_at_once():
     assert all(len(frame) <= link.limits.max_frame for frame in link.poll(0))
 
 
-def test_who_comes_too_late_is_told_how_many_there_are_and_what_to_do():
-    assert describe_client_limit(16_384).startswith(
-        "the server has 16384 clients"
-    ) and "ulimit -n" in describe_client_limit(16_384)
-
-
 # Restarts.
 
 
@@ -281,7 +272,7 @@ def test_heartbeats_keep_an_idle_link_alive_and_are_answered():
     hear(peer, Heartbeat("s1", 0), HEARTBEAT)
     assert said(peer, HEARTBEAT) == [Ack("s1", 0)]
     hear(link, Ack("s1", 0), HEARTBEAT)
-    assert (link.silent_ns(HEARTBEAT + 5), peer.silent_ns(HEARTBEAT + 7)) == (5, 7)
+    assert link.silent_ns(HEARTBEAT + 5) == 5
 
 
 def test_an_unanswered_heartbeat_is_followed_by_hello():
@@ -313,12 +304,6 @@ def test_a_gauge_before_the_welcome_is_forgotten():
     link.send_gauge(b"tokens")
     hear(link, Welcome("s1", 4, 0))
     assert said(link, 0) == []
-
-
-def test_pardon_counts_silence_anew():
-    link = server()
-    link.reset_silence(70)
-    assert link.silent_ns(100) == 30
 
 
 # Endings.

@@ -31,9 +31,9 @@ def state() -> State:
     machine = StateMachine()
     for stamped, _ in World(settings(), seed=3).run().log:
         machine.handle_event(stamped)
-        if machine.state.steps_completed == 3:
+        if machine.state.steps.completed == 3:
             break
-    assert sorted(machine.state.replicas) == ["rollout-0", "rollout-1"]
+    assert sorted(machine.state.members.replicas) == ["rollout-0", "rollout-1"]
     return machine.state
 
 
@@ -49,7 +49,7 @@ def tell(observer: Observer, state: State, said: Iterable[tuple[str, Event]], **
 
 
 def stamp(state: State, peer: str, event: Event, seq: int = 1, former: bool = False) -> Stamped:
-    incarnation = state.actors[peer].incarnation - former
+    incarnation = state.members.actors[peer].incarnation - former
     return Stamped(
         seq=seq, time_ns=seq, peer=peer, incarnation=incarnation, peer_seq=0, event=event
     )

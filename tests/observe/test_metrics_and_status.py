@@ -117,11 +117,11 @@ def test_groups_with_siblings_of_several_versions_are_counted(tmp_path: Path) ->
     world = World(settings(max_staleness=4, resume_timeout_ms=100), faults=faults, seed=3).run()
     machine, expected = StateMachine(), []
     for stamped, _ in world.log:
-        batch = machine.state.batch if machine.started else None
-        mixed = sum(machine.state.groups[g].mixed for g in batch.groups) if batch else 0
-        completed = machine.state.steps_completed if machine.started else 0
+        batch = machine.state.steps.batch if machine.started else None
+        mixed = sum(machine.state.work.groups[g].mixed for g in batch.groups) if batch else 0
+        completed = machine.state.steps.completed if machine.started else 0
         machine.handle_event(stamped)
-        expected += [mixed] if machine.state.steps_completed > completed else []
+        expected += [mixed] if machine.state.steps.completed > completed else []
     feed(MetricsWriter(tmp_path, TELEMETRY), world)
     counts = [line["groups/mixed_versions"] for line in lines(tmp_path) if MARK in line]
     assert counts == expected and sum(counts) > 0
@@ -149,7 +149,7 @@ def test_what_runs_and_what_waits_for_a_slot_are_told_apart(tmp_path: Path) -> N
 
     def look(stamped: Stamped, commands: list[Command], state: State) -> None:
         for name, shown in writer._describe_replicas(state).items():
-            replica = state.replicas[name]
+            replica = state.members.replicas[name]
             assert shown["running"] + shown["waiting"] == len(replica.running)
             assert shown["running"] <= replica.capacity - state.settings.group_size
             running.add((shown["running"], shown["waiting"]))
@@ -197,7 +197,7 @@ def test_failed_rewards_are_counted_by_reason(tmp_path: Path) -> None:
     assert counts == sorted(counts) and counts[-1] > 0
     assert steps[-1]["reward/errors/error"] == counts[-1]
     status = json.loads((tmp_path / "status.json").read_text())
-    told, counted = status["reward_errors"], world.state.rewards
+    told, counted = status["reward_errors"], world.state.signals.rewards
     assert counted is not None and told["by_reason"] == counted.errors
     assert told["first"] == "KeyError: 'x' (reward.py:4)"
     assert counts[-1] <= told["by_reason"]["error"] < told["answers"]
@@ -217,7 +217,7 @@ def test_a_replica_of_a_run_that_has_not_begun_is_not_shown_as_one_that_ends(
 ) -> None:
     bench = Bench()
     bench.start()
-    bench.state.phase = Phase.STARTING
+    bench.state.run.phase = Phase.STARTING
     assert shown(tmp_path, bench)["replicas"]["rollout-0"]["doing"] == "starting"
 
 
@@ -265,10 +265,10 @@ def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: P
     found = shown(tmp_path, bench)
     assert (found["trainer"], found["awaited"]) == ("away", ["store-0", "trainer-0"])
     bench.join("trainer-0", "b")
-    bench.state.steps_repeated, bench.state.steps_completed = 1, 3
+    bench.state.steps.repeated, bench.state.steps.completed = 1, 3
     found = shown(tmp_path, bench)
     assert (found["trainer"], found["awaited"]) == ("repeating step 2 of 3", ["store-0"])
-    bench.state.steps_repeated = -1
+    bench.state.steps.repeated = -1
     assert shown(tmp_path, bench)["trainer"] == "waiting"
     bench.kill("trainer-0", restarting=False)  # as when the run stops: nobody waits for it
     assert shown(tmp_path, bench)["trainer"] == "waiting"

@@ -11,7 +11,8 @@ import pytest
 from laminar.core.machine import StateMachine
 from laminar.core.state.evaluation_scores import EvaluationResult, EvaluationStatistics
 from laminar.core.state.scores import bits_of
-from laminar.core.state.state import RewardErrors, State
+from laminar.core.state.signals import RewardErrors
+from laminar.core.state.state import State
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 from laminar.events.reasons import EndedBy, FinishReason
@@ -36,7 +37,7 @@ def state() -> State:
     machine = StateMachine()
     for stamped, _ in world.log[: len(world.log) // 2]:
         machine.handle_event(stamped)
-    machine.state.evaluations.clear()
+    machine.state.evaluations.results.clear()
     return machine.state
 
 
@@ -144,9 +145,9 @@ def test_entropy_near_that_of_the_uniform_distribution(state: State) -> None:
 
 def test_gradients_that_are_not_finite_in_a_row(state: State) -> None:
     seen = Seen(state)
-    state.nonfinite_in_row = 2
+    state.signals.nonfinite_in_row = 2
     assert seen.steps(3) == []
-    state.nonfinite_in_row = 3
+    state.signals.nonfinite_in_row = 3
     assert seen.steps(1) == ["non-finite"]
     assert "the last 3 updates were not finite" in seen.events[0].text
     assert "optim.lr" in seen.events[0].text
@@ -216,7 +217,7 @@ def test_a_coordinator_that_comes_back_knows_the_first_steps(state: State, tmp_p
 
 def test_each_kind_comes_once_also_after_a_restart(state: State) -> None:
     assert Seen(state).steps(30, **{"groups/no_variance": 1.0}) == ["no-signal"]
-    state.warnings["no-signal"] = "said"
+    state.signals.warnings["no-signal"] = "said"
     assert Seen(state).steps(30, **{"groups/no_variance": 1.0}) == []
 
 
@@ -228,7 +229,7 @@ def test_failing_rewards(state: State) -> None:
         if isinstance(stamped.event, ev.TrajectoryRewarded)
     )
     for answers, failed in ((63, 60), (100, 5), (100, 6)):
-        state.rewards = RewardErrors(
+        state.signals.rewards = RewardErrors(
             window=bytearray(1), answers=answers, errors={"error": failed}, first="ValueError: q"
         )
         assert seen.events == []
@@ -258,9 +259,9 @@ def result(step: int, score: float, error: float) -> EvaluationResult:
 def test_a_held_out_score_that_falls(state: State) -> None:
     seen = Seen(state)
     for step, score in ((0, 0.3), (10, 0.5), (20, 0.4)):  # by two standard errors of the difference
-        state.evaluations.append(result(step, score, 0.05 / 2**0.5))
+        state.evaluations.results.append(result(step, score, 0.05 / 2**0.5))
         assert seen.steps(1) == []
-    state.evaluations.append(result(30, 0.34, 0.05 / 2**0.5))
+    state.evaluations.results.append(result(30, 0.34, 0.05 / 2**0.5))
     assert seen.steps(1) == ["held-out-falls"]
     assert "from 0.5 after step 10 to 0.34 after step 30" in seen.events[0].text
 
@@ -272,7 +273,7 @@ def test_what_an_event_says_by_itself(state: State) -> None:
     )
     seen.take(step_completed(3, 4, metrics=WELL, left_out=(part,)))
     seen.take(ev.WeightsRejected(version=8, reason="the probe differs by 3"))
-    state.num_train = state.settings.groups_per_step - 1
+    state.data.num_train = state.settings.groups_per_step - 1
     seen.take(ev.DataLoaded(num_train=1, num_eval=0, overlap=0, digest=""))
     assert [event.kind for event in seen.events] == ["mismatch", "weights", "few-prompts"]
     assert "rollout-1 with weight version 7" in seen.events[0].text
@@ -282,7 +283,7 @@ def test_what_an_event_says_by_itself(state: State) -> None:
 def test_what_was_found_before_the_run(state: State, tmp_path: Path) -> None:
     """At the first event; once, also when the coordinator comes back."""
     (tmp_path / "first_look.json").write_text('{"template": "twice", "reward-order": "less"}')
-    state.warnings["reward-order"] = "said"
+    state.signals.warnings["reward-order"] = "said"
     events: list[Event] = []
     watch = WarningMonitor(events.append, at_start=first_look(tmp_path))
     for _ in range(2):
@@ -296,5 +297,5 @@ def test_what_was_found_before_the_run(state: State, tmp_path: Path) -> None:
 
 
 def test_an_ended_run_is_not_warned_of(state: State) -> None:
-    state.phase = "ended"
+    state.run.phase = "ended"
     assert Seen(state).steps(30, **{"groups/no_variance": 1.0}) == []

@@ -43,7 +43,7 @@ from tools.simulator.runtime.coordinator import SimCoordinator
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.world import World
 
-SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
+SMALL = {"replicas": 4, "num_train": 40, "total_training_steps": 3, "val_size": 5}
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +183,10 @@ def test_work_that_is_missing() -> None:
     world = ran(calm(**SMALL), seed=3)
     state = world.coordinator.state
     assert state is not None
-    state.steps_completed -= 1
+    state.steps.completed -= 1
     assert broken(lambda: final_checks.work_is_done(state)) == "work_is_done"
-    state.steps_completed += 1
-    state.evaluations.clear()
+    state.steps.completed += 1
+    state.evaluations.results.clear()
     assert broken(lambda: final_checks.work_is_done(state)) == "work_is_done"
 
 
@@ -194,7 +194,7 @@ def failed(world: World, kind: FailureKind, subject: str, cause: int) -> State:
     """Its last state says that it has failed so."""
     state = world.coordinator.state
     assert state is not None
-    state.failed, state.exit_code = Failure(kind, subject, cause), 1
+    state.run.failed = Failure(kind, subject, cause)
     return state
 
 
@@ -231,7 +231,7 @@ def test_books_stay_open_only_where_a_fault_has_ended_the_store() -> None:
         while not world.rows:
             world.scheduler.step()
         world.coordinator.report(ev.DrainRequested(reason="SIGINT", at_once=True))
-        while not (world.coordinator.state and world.coordinator.state.failure):
+        while not (world.coordinator.state and world.coordinator.state.run.failure):
             world.scheduler.step()
         world.processes["store-0"].die(exit_codes.FAILED)
         while not world.finished:
@@ -253,8 +253,11 @@ def test_relay_that_dies_too_often_before_it_has_joined() -> None:
         while not world.finished:
             world.scheduler.step()
         state = world.coordinator.state
-        assert state is not None and state.failed is not None
-        assert (state.failed.kind, state.failed.subject) == (FailureKind.NEVER_JOINED, "relay-0")
+        assert state is not None and state.run.failed is not None
+        assert (state.run.failed.kind, state.run.failed.subject) == (
+            FailureKind.NEVER_JOINED,
+            "relay-0",
+        )
         assert world.checks.judge()
 
 
@@ -262,7 +265,7 @@ def test_state_that_the_log_does_not_lead_to() -> None:
     world = ran(calm(**SMALL), seed=3)
     state = world.coordinator.state
     assert state is not None
-    state.staleness_sum += 1
+    state.steps.staleness_sum += 1
     disk = world.coordinator.disk
     assert broken(lambda: final_checks.replay_equal(world.checks, disk, state)) == "replay_equal"
 
@@ -282,7 +285,7 @@ def test_successor_in_another_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planted(coordinator: SimCoordinator) -> None:
         if coordinator.state is not None:
-            coordinator.state.staleness_sum += 1
+            coordinator.state.steps.staleness_sum += 1
         kill(coordinator)
 
     monkeypatch.setattr(SimCoordinator, "kill", planted)
@@ -405,7 +408,7 @@ def test_endless_run() -> None:
 
 
 def test_a_slow_run_with_many_gauges_is_not_endless() -> None:
-    outcome = run_seed(calm(events_max=400, **SMALL | {"progress_ms": 200}), 3)
+    outcome = run_seed(calm(events_max=400, **SMALL | {"progress_interval_ms": 200}), 3)
     assert not outcome.invariant and outcome.events > 400
 
 

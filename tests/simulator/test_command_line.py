@@ -9,13 +9,12 @@ import pytest
 from tools.simulator.main import main
 
 SMALL = """
-[work]
-replicas = 2
-nodes = 1
-total_steps = 2
-num_eval = 0
-batch_strategy = "deadline"
-[faults]
+rollout.replicas = 2
+trainer.total_training_steps = 2
+data.val_size = 0
+algorithm.batch_strategy = "deadline"
+world.nodes = 1
+[world.faults]
 calm_share = 1.0
 """
 

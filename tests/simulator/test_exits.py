@@ -6,13 +6,14 @@ import pytest
 
 from laminar.coordinator.restarts import GiveUp
 from laminar.core.machine import HANDLING
+from laminar.core.state.failures import FailureKind
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.names import exit_codes
 from tools.kit.sim_worlds import config
 from tools.simulator.run import make_world, run_seed
 
-SMALL = {"replicas": 4, "total_steps": 4, "num_train": 60, "seconds": 30.0}
+SMALL = {"replicas": 4, "total_training_steps": 4, "num_train": 60, "seconds": 30.0}
 
 
 def test_full_disk_that_has_room_again_is_survived() -> None:
@@ -43,15 +44,15 @@ def test_disk_that_stays_full_ends_the_run_from_outside() -> None:
     world = make_world(config("disk-full-for-good", disk_full_timeout_s=60.0, **SMALL), 3)
     assert world.run()
     over = world.coordinator.over
-    assert over is not None and over.code == exit_codes.LOG_UNWRITABLE
-    assert "could not be written for 60 s" in over.reason
+    assert over is not None and over.failure.kind == FailureKind.DISK_FAILED
+    assert "could not be written for 60 s" in over.failure.sentence
     assert world.scheduler.now / 1e9 > 60
 
 
 def test_giving_up_for_no_reason_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tools.simulator.runtime.exits.Restarts.decide_restart",
-        lambda *_: GiveUp(exit_codes.CRASHED, "no more"),
+        lambda *_: GiveUp(exit_codes.CRASHED),
     )
     outcome = run_seed(config("disk-full-long", **SMALL), 3)
     assert outcome.invariant == "given_up_for_a_reason"

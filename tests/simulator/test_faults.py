@@ -29,8 +29,8 @@ from tools.simulator.run import Outcome, make_world, run_seed
 from tools.simulator.scheduler import SECOND
 
 SMALL = {
-    "replicas": 4, "groups_per_step": 4, "group_size": 2, "total_steps": 3, "num_train": 30,
-    "seconds": 20.0,
+    "replicas": 4, "train_batch_size": 4, "group_size": 2, "total_training_steps": 3,
+    "num_train": 30, "seconds": 20.0,
 }  # fmt: skip
 
 
@@ -69,7 +69,8 @@ def test_fault_strikes_and_breaks_nothing(kind: str) -> None:
 def test_all_processes_end_and_the_run_completes(kind: str, how: str) -> None:
     """The user starts it again, also where he had stopped it at once."""
     for seed in range(20):
-        outcome = run_seed(config(kind, **SMALL | {"save_freq": 2, "total_steps": 6}), seed)
+        swarm = config(kind, **SMALL | {"save_freq": 2, "total_training_steps": 6})
+        outcome = run_seed(swarm, seed)
         assert not outcome.invariant, outcome.details
         if outcome.coverage.get(f"coordinator:resumes-{how}") and not outcome.failure:
             return
@@ -102,7 +103,8 @@ def test_a_node_is_not_lost_before_it_has_started_its_processes_again() -> None:
 def test_the_trainer_is_lost_and_the_run_completes(kind: str) -> None:
     """It goes on from a checkpoint, and does again what that does not have."""
     for seed in (3, 4, 5, 6):
-        outcome = run_seed(config(kind, **SMALL | {"save_freq": 2, "total_steps": 6}), seed)
+        swarm = config(kind, **SMALL | {"save_freq": 2, "total_training_steps": 6})
+        outcome = run_seed(swarm, seed)
         assert not outcome.invariant, outcome.details
         if outcome.coverage.get("event:TrainerReady", 0) > 1 and not outcome.failure:
             return
@@ -120,12 +122,12 @@ def test_the_trainer_is_lost_and_the_run_completes(kind: str) -> None:
 def test_what_is_never_done_has_a_deadline(ignored: type[Command], timer: str) -> None:
     """Every replica or relay lives and does nothing: somebody acts in time, and the run
     completes."""
-    patient = {"batch_timeout_ms": 600_000, "train_s": 3.0, "total_steps": 0, "num_train": 48}
+    patient = {"batch_timeout_s": 600.0, "train_s": 3.0, "total_training_steps": 0, "num_train": 48}
     with make_world(config("command-ignored", nodes=2, **{**SMALL, **patient}), 1) as world:
         world.faults.ignored, world.faults.rates["command-ignored"] = ignored, 1.0
         world.run()
         state = world.coordinator.state
-        assert state is not None and state.failed is None
+        assert state is not None and state.run.failed is None
         assert world.coverage.counts[f"timer:{timer}"] > 0
 
 
@@ -146,7 +148,7 @@ def test_rewards_that_fail_too_often_end_the_run(rate: float, fails: bool) -> No
         world.run()
         state = world.coordinator.state
         assert state is not None and world.coverage.counts[f"fault:{REWARD_ERRORS}"] > 0
-        kind = state.failed.kind if state.failed is not None else None
+        kind = state.run.failed.kind if state.run.failed is not None else None
         assert kind == (FailureKind.REWARD_FAILS if fails else None)
 
 
@@ -161,7 +163,7 @@ def test_rewards_that_fail_too_often_end_the_run(rate: float, fails: bool) -> No
     ],
 )
 def test_a_load_in_flight_is_struck_and_nothing_breaks(kind: str) -> None:
-    flying = config(kind, **SMALL, weight_update="in-flight", num_eval=4, test_freq=1)
+    flying = config(kind, **SMALL, weight_update="in-flight", val_size=4, test_freq=1)
     outcome = run_seed(flying, 2)
     assert not outcome.invariant, outcome.details
     assert outcome.coverage[f"fault:{kind}"] > 0 and not outcome.failure
@@ -202,7 +204,7 @@ def test_coordinator_comes_back(kind: str) -> None:
 
 def test_poisonous_prompt_ends_quarantined() -> None:
     """It kills the replicas that run it, three times each sibling at most."""
-    outcome = run_seed(config("poison-prompt", replicas=4, total_steps=0, num_train=20), 3)
+    outcome = run_seed(config("poison-prompt", replicas=4, total_training_steps=0, num_train=20), 3)
     assert not outcome.invariant, outcome.details
     assert outcome.coverage.get("dropped:quarantined", 0) > 0
 
@@ -237,11 +239,11 @@ def test_node_storm_joins_together() -> None:
 
 def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> None:
     """Everything is done; whoever joins is refused, and its node tries again, and again."""
-    with make_world(calm(max_restarts=2, nodes=1, num_eval=0, **SMALL), 3) as world:
+    with make_world(calm(max_restarts=2, nodes=1, val_size=0, **SMALL), 3) as world:
         world.begin()
 
         def until(phase: Phase) -> None:
-            while world.coordinator.state is None or world.coordinator.state.phase != phase:
+            while world.coordinator.state is None or world.coordinator.state.run.phase != phase:
                 world.scheduler.step()
 
         until(Phase.EXPORTING)
@@ -255,7 +257,7 @@ def test_relay_that_dies_while_the_last_ends_wait_for_room_fails_no_run() -> Non
         world.database.full = False
         until(Phase.ENDED)
         state = world.coordinator.state
-        assert state is not None and not state.failure
+        assert state is not None and not state.run.failure
         assert 4 <= world.processes["relay-0"].boot <= 6
 
 

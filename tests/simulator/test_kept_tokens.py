@@ -35,7 +35,7 @@ def test_only_one_progress_interval_is_generated_again(
         end(self)
 
     monkeypatch.setattr(SimProcess, "_end", looked_at)
-    swarm = config(fault, progress_ms=PROGRESS_MS, save_freq=1, median_tokens=200)
+    swarm = config(fault, progress_interval_ms=PROGRESS_MS, save_freq=1, median_response=200)
     for seed in SEEDS:
         world = make_world(swarm, seed)
         world.run()

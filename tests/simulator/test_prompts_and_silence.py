@@ -29,7 +29,7 @@ from tools.simulator.runtime.violation import Violation
 from tools.simulator.scenario import DATA_DIGEST, draw
 from tools.simulator.world import World
 
-SMALL = {"replicas": 4, "num_train": 20, "total_steps": 0, "num_eval": 0}
+SMALL = {"replicas": 4, "num_train": 20, "total_training_steps": 0, "val_size": 0}
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +137,8 @@ def test_a_fork_goes_on_with_the_data_and_counts_steps_on() -> None:
     world = ran(calm(**FORKED), SEED)
     state, origin = world.coordinator.state, world.scenario.origin
     assert state is not None and origin is not None
-    assert (state.first_step, state.cursor) == (3, origin.num_train)
-    assert state.steps_completed > 3 and not state.unfinished_prompts
+    assert (state.data.first_step, state.data.cursor) == (3, origin.num_train)
+    assert state.steps.completed > 3 and not state.data.unfinished_prompts
 
 
 @pytest.mark.parametrize(("part", "wrong"), [("cursor", 18), ("unfinished", ()), ("seed", 1)])
@@ -193,7 +193,7 @@ def test_node_that_is_said_to_be_alone_and_is_not(monkeypatch: pytest.MonkeyPatc
 
 def test_who_is_silent_for_the_long_lease_is_given_up_whoever_else_is_silent(world: World) -> None:
     """Its event says whole milliseconds: as many as the lease has, of silence beyond it."""
-    leases, long_ms = Leases(world), world.scenario.node_lease_ms
+    leases, long_ms = Leases(world), world.scenario.config.coordinator.node_lease_ms
     leases._members = {f"node-{n}": [(f"relay-{n}/1", "relay")] for n in range(3)}
     leases._most_are_heard("relay-0", long_ms)
     early = broken(lambda: leases._most_are_heard("relay-0", long_ms - 1))

@@ -10,9 +10,11 @@ import pytest
 from laminar.core.context import Context
 from laminar.core.scheduling import recovery
 from laminar.core.state import indexes
-from laminar.core.state.state import Replica, State, Trajectory
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase
 from laminar.core.state.transitions import IN_ENGINE
+from laminar.core.state.work import Trajectory
 from laminar.core.steps import batching
 from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
@@ -23,7 +25,7 @@ from tools.simulator.run import run_seed
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import SECOND
 
-SMALL = {"replicas": 4, "num_train": 40, "total_steps": 3, "num_eval": 5}
+SMALL = {"replicas": 4, "num_train": 40, "total_training_steps": 3, "val_size": 5}
 
 
 def test_work_starts_over_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,13 +52,15 @@ def test_a_recovery_that_never_completes(kind: str) -> None:
     state = world.coordinator.state
     assert state is not None
     recoveries, name = Recoveries(world), world.rollouts[0].name
-    state.phase = Phase.RUNNING
-    for actor in state.actors.values():
+    state.run.phase = Phase.RUNNING
+    for actor in state.members.actors.values():
         actor.alive = kind != "process" or actor.name != name
     if kind == "work":
-        state.lost_trajectories[make_trajectory_id(train_group(0, 0), 0)] = None
+        state.work.lost[make_trajectory_id(train_group(0, 0), 0)] = None
     if kind == "load":
-        state.replicas[name] = Replica(name=name, relay="relay-0", capacity=1, failed_loads=1)
+        state.members.replicas[name] = Replica(
+            name=name, relay="relay-0", capacity=1, failed_loads=1
+        )
     ended = ev.ProcessExited(actor=name, boot_id=f"{name}/1", code=1, restarting=True)
     rejected = ev.WeightsRejected(version=1, reason="wrong digest")
     recoveries.observe(_at(0, rejected if kind == "load" else ended, name), (), state)
@@ -74,6 +78,6 @@ def _at(time_s: int, event: Event, peer: str = "node-0") -> Stamped:
 
 
 def _runs(state: State) -> Trajectory | None:
-    opened = (g for g in state.groups.values() if g.status == GroupStatus.OPEN)
-    running = (state.trajectories[name] for group in opened for name in group.members)
+    opened = (g for g in state.work.groups.values() if g.status == GroupStatus.OPEN)
+    running = (state.work.trajectories[name] for group in opened for name in group.members)
     return next((t for t in running if t.status in IN_ENGINE), None)

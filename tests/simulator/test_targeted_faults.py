@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tools.kit.sim_worlds import calm, config
-from tools.simulator.config import SimConfig, load
+from tools.simulator.config import FAULTS, Choices, load
 from tools.simulator.faults.faults import FATAL_ROLES, KINDS
 from tools.simulator.faults.targeted import LAST_WORDS, WAYS, lose
 from tools.simulator.run import make_world, run_seed
@@ -19,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_trainer_goes_on_from_the_checkpoint_before_a_damaged_one() -> None:
     """It sets the damaged one aside, and does again what the one before it does not have."""
-    swarm = config("newest-checkpoint-damaged", save_freq=1, max_ckpt_to_keep=2, total_steps=6)
-    outcome = run_seed(swarm, 1)
+    saves = {"save_freq": 1, "max_ckpt_to_keep": 2, "total_training_steps": 6}
+    outcome = run_seed(config("newest-checkpoint-damaged", **saves), 1)
     assert not outcome.invariant, outcome.details
     assert outcome.coverage["fault:newest-checkpoint-damaged"] == 1
     assert not outcome.failure and outcome.coverage["event:StepRepeated"] > 0
@@ -42,17 +41,17 @@ def test_version_of_another_machine_and_what_goes_wrong_with_it(kind: str, seed:
     assert outcome.coverage[f"fault:{kind}"] == 1 and not outcome.failure
 
 
-def _sources(kind: str) -> SimConfig:
+def _sources(kind: str) -> Choices:
     """The worlds of lost work that needs such versions, with no other fault."""
+    alone = {"menu": [kind], "share": 1.0, "fatal_share": 0.0, "calm_share": 0.0}
     swarm = load(ROOT / "configs" / "sim_sources.toml", KINDS)
-    alone = {"menu": (kind,), "share": 1.0, "fatal_share": 0.0, "calm_share": 0.0}
-    return msgspec.structs.replace(swarm, faults=msgspec.structs.replace(swarm.faults, **alone))
+    return swarm | {FAULTS + key: value for key, value in alone.items()}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_lose_a_replica(way: str) -> None:
     """The coordinator hears of it as of such a loss, and somebody of that name comes back."""
-    with make_world(calm(replicas=4, total_steps=0, num_train=100), 1) as world:
+    with make_world(calm(replicas=4, total_training_steps=0, num_train=100), 1) as world:
         world.begin()
         victim = world.rollouts[0]
         while not victim.welcomed:
@@ -92,12 +91,12 @@ def _losses() -> list[Any]:
 @pytest.mark.parametrize(("role", "way"), _losses())
 def test_what_a_run_needs_is_lost_in_every_way(role: str, way: str) -> None:
     """The run ends with a reason, whatever the way."""
-    fatal = config("hangs", replicas=4, total_steps=0, num_train=400, seconds=60.0)
+    fatal = config("hangs", replicas=4, total_training_steps=0, num_train=400, seconds=60.0)
     with make_world(fatal, 1) as world:
         world.faults.rates["hangs"] = 0.0
         world.faults.fatal_role, world.faults.fatal_way = role, way
         world.run()
         state = world.coordinator.state
         assert world.coverage.counts[f"fault:lost-{role}"] == 1
-        assert state is not None and state.failed is not None
-        assert state.failed.subject in [process.name for process in world.faults.doomed()]
+        assert state is not None and state.run.failed is not None
+        assert state.run.failed.subject in [process.name for process in world.faults.doomed()]

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from laminar.config import ConfigError
+from laminar.events.families import MESSAGE_BYTES_MAX
 from laminar.names.ports import DiskError
 from laminar.storage import books, payload_files, rules
 from laminar.storage import messages as m
@@ -281,7 +282,7 @@ def test_open_leaves_out_what_has_no_room_and_does_not_touch_it(database):
 def test_the_largest_trajectory_fits_one_reply(database):
     answers(database, *_large("0.1.0", rules.MAX_TOKENS))
     (reply,) = database.handle_batch([m.Fetch(ids=("0.1.0",), with_prompt=True)])
-    assert len(m.encode(reply)) + 2 * m.PROMPT_LIMIT < m.MESSAGE_LIMIT
+    assert len(m.encode(reply)) + 2 * m.PROMPT_LIMIT < MESSAGE_BYTES_MAX
 
 
 def test_stats(database):

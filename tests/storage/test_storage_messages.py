@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar.events.families import MESSAGE_BYTES_MAX
 from laminar.storage import messages as m
 from laminar.storage.rules import TokenSpan
 from tools.kit.store_samples import (
@@ -101,11 +102,11 @@ def test_too_many_items_are_refused():
 
 def test_the_size_limit_holds_both_ways():
     big = append("0.0.0", (1,))
-    item = msgspec.structs.replace(big.items[0], tokens=bytes(m.MESSAGE_LIMIT))
+    item = msgspec.structs.replace(big.items[0], tokens=bytes(MESSAGE_BYTES_MAX))
     with pytest.raises(m.StoreWireError, match="limit"):
         m.encode(m.Append(items=(item,)))
     with pytest.raises(m.StoreWireError, match="limit"):
-        m.decode_reply(bytes(m.MESSAGE_LIMIT + 1))
+        m.decode_reply(bytes(MESSAGE_BYTES_MAX + 1))
 
 
 def test_no_span_takes_more_than_a_reply_has_room_for():

@@ -66,7 +66,7 @@ class Watch:
             elif isinstance(command, cmd.GenerateTrajectory) and self.cuts:
                 self._placed(command)
         if isinstance(event, ev.RunResumed):
-            lost = state.trajectories.values()
+            lost = state.work.trajectories.values()
             under_way = {
                 str(t.id): (t.version, t.attempt)
                 for t in lost
@@ -76,7 +76,7 @@ class Watch:
         elif not self.cuts:
             return
         elif isinstance(event, ev.TrainerReady) and self.cuts[-1].on_disk is None:
-            self.cuts[-1].on_disk = tuple(state.checkpoint_paths)
+            self.cuts[-1].on_disk = tuple(state.versions.checkpoint_paths)
         elif isinstance(event, ev.TrajectoryStarted) and event.tokens_resumed:
             self.cuts[-1].resumed += 1
             self.cuts[-1].tokens_kept += event.tokens_resumed

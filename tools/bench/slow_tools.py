@@ -25,24 +25,15 @@ from typing import NamedTuple
 from laminar.core.scheduling.admission import find_not_admitted_reason, has_sessions
 from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
-from tools.simulator.config import (
-    CheckConfig,
-    EnvironmentConfig,
-    FaultConfig,
-    FilterConfig,
-    LogConfig,
-    RepackConfig,
-    SimConfig,
-    TimeConfig,
-    WorkConfig,
-)
+from tools.simulator.config import SWARM, Choices, load
+from tools.simulator.faults.faults import KINDS
 from tools.simulator.run import make_world
 from tools.simulator.scheduler import SECOND
 
 MEDIAN_S, NO_TIME_S = 0.5, 1e-4
 WARM_S, LOOK_S = 200, 1
 REPLICAS, SLOTS, GROUP_SIZE, GROUPS_PER_STEP = 2, 32, 8, 16
-LONG_MS = 36_000_000
+LONG_S = 36_000
 UPDATES = ("in-flight", "drain")
 REASONS = {"staleness-bound": "staleness", "draining": "draining"}
 
@@ -59,63 +50,60 @@ class Seen(NamedTuple):
         return f"{self.tokens_per_s:5.0f} tokens/s, idle {self.idle:4.0%} ({parts or 'nothing'})"
 
 
-def world_of(update: str, bound: int, p99_s: float) -> SimConfig:
+def world_of(update: str, bound: int, p99_s: float) -> Choices:
     """Return the config of a run without faults that does not end within the measured time."""
-    return SimConfig(
-        work=WorkConfig(
-            replicas=REPLICAS,
-            nodes=1,
-            slots=SLOTS,
-            group_size=GROUP_SIZE,
-            groups_per_step=GROUPS_PER_STEP,
-            groups_per_version=REPLICAS * SLOTS // GROUP_SIZE,
-            weight_update=update,
-            kv_on_update="keep",
-            max_staleness=bound,
-            total_steps=0,
-            num_train=20_000,
-            fork_step=0,
-            num_eval=0,
-            test_freq=0,
-            save_freq=0,
-            batch_strategy="deadline",
-            reward_scope="trajectory",
-            resume_timeout_ms=10_000,
-            batch_timeout_ms=LONG_MS,
-            stall_ms=LONG_MS,
-            boundary_share=0.0,
-        ),
-        filter=FilterConfig(metric=""),
-        repack=RepackConfig(policy=""),
-        environment=EnvironmentConfig(
-            environment_share=1.0,
-            call_semantics="at-most-once",
-            answer_s=MEDIAN_S if p99_s else NO_TIME_S,
-            answer_p99_to_median=p99_s / MEDIAN_S,
-        ),
-        time=TimeConfig(
-            delay_ms=0.2,
-            start_s=0.5,
-            transfer_s=0.05,
-            load_s=0.5,
-            train_s=5.0,
-            score_s=0.01,
-            step_us=25_000.0,
-            sequence_us=0.0,
-            median_tokens=200,
-            p99_to_median=3.0,
-            max_tokens=4_000,
-        ),
-        log=LogConfig(segment_bytes=1 << 26, snapshot_every=1 << 30),
-        faults=FaultConfig(calm_share=1.0),
-        checks=CheckConfig(invariants_every=1 << 30, events_max=1 << 40, quiet_s=LONG_MS),
-    )
+    return load(SWARM, KINDS) | {
+        "data.max_response_length": 4_000,
+        "data.train_batch_size": GROUPS_PER_STEP,
+        "data.val_size": 0,
+        "rollout.replicas": REPLICAS,
+        "rollout.max_num_seqs": SLOTS,
+        "rollout.group_size": GROUP_SIZE,
+        "rollout.groups_per_version": REPLICAS * SLOTS // GROUP_SIZE,
+        "rollout.weight_update": update,
+        "rollout.kv_on_update": "keep",
+        "async.max_staleness": bound,
+        "reward.scope": "trajectory",
+        "env.call_semantics": "at-most-once",
+        "algorithm.batch_strategy": "deadline",
+        "trainer.total_training_steps": 0,
+        "trainer.test_freq": 0,
+        "trainer.save_freq": 0,
+        "trainer.batch_timeout_s": LONG_S,
+        "recovery.resume_timeout_ms": 10_000,
+        "repack.policy": "off",
+        "emulation.step_us": 25_000.0,
+        "emulation.sequence_us": 0.0,
+        "emulation.median_response": 200,
+        "emulation.train_s": 5.0,
+        "world.nodes": 1,
+        "world.num_train": 20_000,
+        "world.fork_step": 0,
+        "world.stall_ms": LONG_S * 1_000,
+        "world.boundary_share": 0.0,
+        "world.filter": "",
+        "world.environment_share": 1.0,
+        "world.answer_s": MEDIAN_S if p99_s else NO_TIME_S,
+        "world.answer_p99_to_median": p99_s / MEDIAN_S,
+        "world.delay_ms": 0.2,
+        "world.start_s": 0.5,
+        "world.transfer_s": 0.05,
+        "world.load_s": 0.5,
+        "world.score_s": 0.01,
+        "world.p99_to_median": 3.0,
+        "world.segment_bytes": 1 << 26,
+        "world.snapshot_every": 1 << 30,
+        "world.faults.calm_share": 1.0,
+        "world.checks.invariants_every": 1 << 30,
+        "world.checks.events_max": 1 << 40,
+        "world.checks.quiet_s": LONG_S,
+    }
 
 
-def watch(config: SimConfig, window_s: int) -> Seen:
+def watch(choices: Choices, window_s: int) -> Seen:
     """Run a world and sample the coordinator's state every second."""
     wanted, free, looks, began = Counter[str](), 0, 0, 0
-    with make_world(config, 1) as world:
+    with make_world(choices, 1) as world:
         world.begin()
         for second in range(0, WARM_S + window_s, LOOK_S):
             while world.scheduler.now < second * SECOND and not world.finished:
@@ -123,12 +111,12 @@ def watch(config: SimConfig, window_s: int) -> Seen:
             state = world.coordinator.state
             if state is None or second < WARM_S:
                 continue
-            began, looks = began or state.ledger.tokens.issued, looks + 1
+            began, looks = began or state.work.ledger.tokens.issued, looks + 1
             for name, slots in _free(state).items():
                 wanted[name] += slots
                 free += slots
         assert state is not None and not world.finished
-        tokens = state.ledger.tokens.issued - began
+        tokens = state.work.ledger.tokens.issued - began
     shares = {n: slots / free for n, slots in wanted.most_common() if slots > 0.01 * free}
     return Seen(tokens / window_s, free / (looks * REPLICAS * SLOTS), shares)
 
@@ -136,11 +124,11 @@ def watch(config: SimConfig, window_s: int) -> Seen:
 def _free(state: State) -> Counter[str]:
     """Count the free slots by the reason why they are idle."""
     found = Counter[str]()
-    for replica in state.replicas.values():
+    for replica in state.members.replicas.values():
         reason = find_not_admitted_reason(state, replica)
         if not reason and not has_sessions(state, replica, GROUP_SIZE):
             reason = "sessions"
-        statuses = Counter(state.trajectories[name].status for name in replica.running)
+        statuses = Counter(state.work.trajectories[name].status for name in replica.running)
         free = max(SLOTS - statuses[TrajectoryStatus.RUNNING], 0)
         begin = min(free, statuses[TrajectoryStatus.DISPATCHED])
         found["reset"] += begin

@@ -16,7 +16,10 @@ import msgspec
 
 from laminar.core import invariants
 from laminar.core.machine import StateMachine
-from laminar.core.state.state import Group, OutstandingCommand, Replica, State, Trajectory
+from laminar.core.state.keys import OutstandingCommand
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
+from laminar.core.state.work import Group, Trajectory
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
@@ -114,14 +117,14 @@ class Bench:
 
     def say(self, name: str, event: Event) -> list[Command]:
         """Report an event of the current process of that name."""
-        return self.hear(name, self.state.actors[name].incarnation, event)
+        return self.hear(name, self.state.members.actors[name].incarnation, event)
 
     def wait(self, ms: int) -> list[Command]:
         """Let time pass; every timer that falls due fires at its time."""
         end = self.now_ms + ms
         commands: list[Command] = []
         while True:
-            timers = self.state.timers
+            timers = self.state.orders.timers
             name = min(timers, key=lambda n: timers[n], default="")
             if not name or timers[name] > end * MS:
                 self.now_ms = end
@@ -173,11 +176,11 @@ class Bench:
         for name in ("store-0", *self.relays, "trainer-0", *self.names):
             self.ready(name)
         self.link_all()
-        version, step = self.state.first_version, self.state.first_step
+        version, step = self.state.data.first_version, self.state.data.first_step
         if self.origin is not None:
             self.say("trainer-0", ev.CheckpointLoaded(version=version, step=step))
         self.publish(version, step)
-        for name in self.state.relay_chain[1:]:
+        for name in self.state.members.relay_chain[1:]:
             self.receive(name, version)
         return self.load_all()
 
@@ -211,22 +214,22 @@ class Bench:
 
     def link(self, name: str) -> list[Command]:
         """Report that the relay feeds its successor."""
-        outstanding = self.state.commands[f"forward:{name}"]
+        outstanding = self.state.orders.commands[f"forward:{name}"]
         assert isinstance(outstanding.command, cmd.ForwardWeights)
         successor = outstanding.command.successor
         linked = ev.RelayLinked(command_id=outstanding.command_id, successor=successor)
         return self.say(name, linked)
 
     def link_all(self) -> None:
-        for name in list(self.state.relays):
-            if f"forward:{name}" in self.state.commands:
+        for name in list(self.state.members.relays):
+            if f"forward:{name}" in self.state.orders.commands:
                 self.link(name)
 
     def load(self, name: str) -> list[Command]:
         """Finish the pull that the replica was ordered to make."""
         pull = self.pull_of(name)
         assert pull is not None, f"{name} pulls nothing"
-        version = pull.version if pull.exact else self.state.newest_for(self.replica(name))
+        version = pull.version if pull.exact else self.state.members.newest_for(self.replica(name))
         return self.say(name, self.loaded(version))
 
     def loaded(self, version: int) -> ev.WeightsLoaded:
@@ -247,24 +250,24 @@ class Bench:
         return commands
 
     def pull_of(self, name: str) -> cmd.PullWeights | None:
-        outstanding = self.state.commands.get(f"pull:{name}")
+        outstanding = self.state.orders.commands.get(f"pull:{name}")
         command = outstanding.command if outstanding else None
         return command if isinstance(command, cmd.PullWeights) else None
 
     # --- trajectories -------------------------------------------------------------------------
 
     def trajectory(self, trajectory: str) -> Trajectory:
-        return self.state.trajectories[TrajectoryId(trajectory)]
+        return self.state.work.trajectories[TrajectoryId(trajectory)]
 
     def group(self, group: str) -> Group:
-        return self.state.groups[GroupId(group)]
+        return self.state.work.groups[GroupId(group)]
 
     def replica(self, name: str = "rollout-0") -> Replica:
-        return self.state.replicas[name]
+        return self.state.members.replicas[name]
 
     def open_groups(self) -> list[str]:
         """Unfinished training groups, in order of dispatch."""
-        groups = self.state.groups.values()
+        groups = self.state.work.groups.values()
         return [g.id for g in groups if g.status == "open" and g.purpose == "train"]
 
     def finish(self, trajectory: str, num_tokens: int = 10) -> list[Command]:
@@ -335,13 +338,13 @@ class Bench:
         return commands + (self.publish(done.version, done.step_index + 1) if publish else [])
 
     def trained(self, left_out: Sequence[str] = ()) -> ev.StepCompleted:
-        batch = self.state.batch
+        batch = self.state.steps.batch
         assert batch is not None, "the trainer has no batch"
         return step_completed(batch.step_index, batch.version, left_out)
 
     def skip_publish(self) -> list[Command]:
         """Report that no slot was free for the weights of the current batch."""
-        batch = self.state.batch
+        batch = self.state.steps.batch
         assert batch is not None
         skipped = ev.PublishSkipped(
             version=batch.version, step=batch.step_index + 1, reason="no slot"
@@ -351,7 +354,7 @@ class Bench:
     def write_ends(self) -> list[Command]:
         """Let the store answer every outstanding end."""
         commands: list[Command] = []
-        for outstanding in list(self.state.commands.values()):
+        for outstanding in list(self.state.orders.commands.values()):
             if isinstance(outstanding.command, cmd.EndTrajectories):
                 commands += self.say("store-0", self.written(outstanding))
         return commands
@@ -371,7 +374,10 @@ class Bench:
     def kill(self, name: str = "rollout-0", *, restarting: bool = True) -> list[Command]:
         """Kill the process of an actor; its node reports that."""
         exited = ev.ProcessExited(
-            actor=name, boot_id=self.state.actors[name].boot_id, code=-9, restarting=restarting
+            actor=name,
+            boot_id=self.state.members.actors[name].boot_id,
+            code=-9,
+            restarting=restarting,
         )
         return self.say(machine_of(name), exited)
 
@@ -380,7 +386,7 @@ class Bench:
         return self.own(self.silence(name))
 
     def silence(self, name: str) -> ev.HeartbeatLost:
-        incarnation = self.state.actors[name].incarnation
+        incarnation = self.state.members.actors[name].incarnation
         return ev.HeartbeatLost(actor=name, actor_incarnation=incarnation, silent_ms=3_000)
 
     def come_back(self, name: str = "rollout-0", boot: str = "b") -> list[Command]:
@@ -392,5 +398,5 @@ class Bench:
         """Let the store write all ends, then let every actor leave."""
         self.write_ends()
         for command in only(cmd.StopActor, self.commands):
-            if self.state.is_actor_alive(command.to):
+            if self.state.members.is_actor_alive(command.to):
                 self.say(command.to, ev.ActorLeft())

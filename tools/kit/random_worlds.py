@@ -10,6 +10,7 @@ import random
 
 import msgspec
 
+from laminar.core.state.failures import FailureKind
 from laminar.core.state.state import Settings
 from laminar.names import exit_codes
 from tools.kit.world import World
@@ -198,28 +199,29 @@ def pausing_world(seed: int, kind: type[World] = World) -> World:
 def check_paused(world: World) -> None:
     """Check a paused run: complete steps are saved unless a trainer was lost, the rest is open."""
     state = world.state
-    if not state.paused:
+    if not state.run.paused:
         return check_end(world)  # it was over before
-    assert (state.exit_code, state.failure) == (exit_codes.PAUSED, "")
+    assert (state.run.exit_code, state.run.failure) == (exit_codes.PAUSED, "")
     safe = not (world.faults.lose_trainer_every_s or world.faults.replace_machine_at_s)
-    if safe and state.steps_completed:
-        assert state.steps_completed in {len(batches) for batches in world.saved.values()}
+    if safe and state.steps.completed:
+        assert state.steps.completed in {len(batches) for batches in world.saved.values()}
     ended = [t for t, row in world.rows.items() if row.end == "trained"]
-    trained = {t for step in range(state.steps_completed) for t in world.consumed[step]}
-    assert trained >= set(ended) and len(ended) == state.ledger.trajectories.trained
+    trained = {t for step in range(state.steps.completed) for t in world.consumed[step]}
+    assert trained >= set(ended) and len(ended) == state.work.ledger.trajectories.trained
 
 
 def check_failed(world: World) -> None:
     """Check that a failed run has a reason, an exit code, and books that the store could close."""
     if world.now < world.faults.fatal_at_s * SECOND:
         return check_end(world)  # it was over before
-    state, ledger = world.state, world.state.ledger
-    if state.export_version >= 0 and not state.failure:
+    state, ledger = world.state, world.state.work.ledger
+    if state.versions.export >= 0 and not state.run.failure:
         return check_end(world)  # it had all that it needed
-    first = state.drained_for or world.faults.fatal_role
-    not_begun = first == "node" and "not started" in state.failure
-    assert (first in state.failure or not_begun) and state.exit_code == 1
-    if world.faults.fatal_role not in ("store", "node"):  # a lost node has taken the store along
+    failed, role = state.run.failed, world.faults.fatal_role
+    assert failed is not None and failed.kind.record.exit_code == exit_codes.FAILED
+    lost = failed.kind.record.loss and (role in failed.subject or role == "node")
+    assert lost or failed == state.run.drain_failure, failed
+    if role not in ("store", "node"):  # a lost node has taken the store along
         assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
         assert all(row.end for row in world.rows.values())
 
@@ -228,27 +230,27 @@ def check_end(world: World) -> None:
     """Check that a run ended gracefully: nothing is live, and three independent books agree.
 
     It has failed only where the reward did, or a batch has ended its trainers."""
-    state, ledger = world.state, world.state.ledger
-    given_up = "has ended trainer-0 3 times" in state.failure
-    assert given_up or state.failure == state.drained_for, state.failure
-    assert state.exit_code == bool(state.failure)
+    state, ledger = world.state, world.state.work.ledger
+    given_up = state.run.failed is not None and state.run.failed.kind == FailureKind.BATCH_FATAL
+    assert given_up or state.run.failed == state.run.drain_failure, state.run.failed
+    assert state.run.exit_code == (exit_codes.FAILED if state.run.failed else exit_codes.COMPLETE)
     assert ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0, ledger
     ends = [row.end for row in world.rows.values()]
     assert all(ends), "the store has a trajectory without an end"
     assert len(ends) == ledger.trajectories.issued
     assert ends.count("trained") == ledger.trajectories.trained
     ended = {t for t, row in world.rows.items() if row.end == "trained"}
-    trained = [t for step in range(state.steps_completed) for t in world.consumed[step]]
+    trained = [t for step in range(state.steps.completed) for t in world.consumed[step]]
     assert ended == set(trained) and len(ended) == len(trained)
     assert ends.count("evaluated") == ledger.trajectories.evaluated
     tokens = sum(row.num_tokens + row.tokens_lost for row in world.rows.values())
     assert tokens == ledger.tokens.issued
     prompts = sorted({group_number(world, t) for t in world.rows if not t.startswith("e")})
-    assert prompts == list(range(state.cursor)), "a prompt was handed out to no process"
-    if state.draining or given_up:
+    assert prompts == list(range(state.data.cursor)), "a prompt was handed out to no process"
+    if state.run.draining or given_up:
         return
-    assert state.settings.total_steps in (0, state.steps_completed)
-    assert not world.num_eval or state.evaluations[-1].final
+    assert state.settings.total_steps in (0, state.steps.completed)
+    assert not world.num_eval or state.evaluations.results[-1].final
 
 
 def group_number(world: World, trajectory_id: str) -> int:

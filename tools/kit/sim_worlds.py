@@ -11,55 +11,50 @@ from typing import Any
 
 import msgspec
 
+from laminar.config.reading import flatten_tables
 from laminar.core.state.state import State, hash_state
 from laminar.eventlog.reader import read_log
 from laminar.events.base import Command, Stamped
 from tools.kit.memory_disk import MemoryDisk
-from tools.simulator.config import (
-    CheckConfig,
-    EnvironmentConfig,
-    FaultConfig,
-    FilterConfig,
-    LogConfig,
-    RepackConfig,
-    SimConfig,
-    TimeConfig,
-    WorkConfig,
-)
+from tools.simulator.config import SWARM, Choices, SimConfig, load
+from tools.simulator.faults.faults import KINDS
 from tools.simulator.run import make_world
+from tools.simulator.scenario import Scenario
 from tools.simulator.world import World
 
 
-def config(*faults: str, **changes: Any) -> SimConfig:
-    """Return the default swarm, or one in which `faults` are frequent and the only ones."""
-    menu = FaultConfig(menu=faults, share=1.0, every_s=2.0, fatal_share=0.0, calm_share=0.0)
-    sections = {
-        # what else a test leaves open is drawn as usual
-        "work": WorkConfig(boundary_share=0.0, weight_update="drain"),
-        "time": TimeConfig(),
-        "filter": FilterConfig(metric=""),
-        "repack": RepackConfig(),
-        "environment": EnvironmentConfig(),
-        "log": LogConfig(),
-        "faults": menu if faults else FaultConfig(),
-        "checks": CheckConfig(),
-    }
-    for key, value in changes.items():
-        section = next(s for s, known in sections.items() if key in known.__struct_fields__)
-        sections[section] = msgspec.structs.replace(sections[section], **{key: value})
-    return SimConfig(**sections)
+def config(*faults: str, **changes: Any) -> Choices:
+    """Return the default swarm, or one in which `faults` are frequent and the only ones.
+
+    `changes`: values by the last part of their key; what a test leaves open is drawn as usual."""
+    choices = load(SWARM, KINDS)
+    values = {"boundary_share": 0.0, "weight_update": "drain", "filter": ""}
+    if faults:
+        only = {"share": 1.0, "every_s": 2.0, "fatal_share": 0.0, "calm_share": 0.0}
+        values |= {"menu": faults, **only}
+    for name, value in (values | changes).items():
+        choices[next(key for key in choices if key.endswith(f".{name}"))] = value
+    return choices
 
 
-def calm(**changes: Any) -> SimConfig:
+def calm(**changes: Any) -> Choices:
     """Return a config in which nothing goes wrong."""
     return config(**{"calm_share": 1.0, **changes})
 
 
-def ran(config: SimConfig, seed: int = 1) -> World:
+def ran(choices: Choices, seed: int = 1) -> World:
     """Return a world that has run to its end."""
-    world = make_world(config, seed)
+    world = make_world(choices, seed)
     world.run()
     return world
+
+
+def list_differences(one: Scenario, other: Scenario) -> set[str]:
+    """Return the keys whose values differ between two drawn scenarios."""
+    mine, others = (
+        flatten_tables(msgspec.to_builtins(each.config), "", SimConfig) for each in (one, other)
+    )
+    return {key for key in mine if mine[key] != others[key]}
 
 
 def log_bytes(world: World) -> dict[str, bytes]:
@@ -73,16 +68,17 @@ def records(world: World) -> list[Any]:
 
 #: A run of two hundred events in several segments, with two snapshots.
 SMALL: dict[str, Any] = {
-    "replicas": 3, "nodes": 2, "slots": 4, "group_size": 2, "groups_per_step": 2,
-    "num_train": 10, "num_eval": 2, "test_freq": 2, "total_steps": 0, "train_s": 0.2,
-    "median_tokens": 50, "max_tokens": 200, "progress_ms": 2_000, "seconds": 20.0,
-    "segment_bytes": 16_384, "snapshot_every": 60,
+    "replicas": 3, "nodes": 2, "max_num_seqs": 4, "group_size": 2, "train_batch_size": 2,
+    "num_train": 10, "val_size": 2, "test_freq": 2, "total_training_steps": 0, "train_s": 0.2,
+    "median_response": 50, "max_response_length": 200, "progress_interval_ms": 2_000,
+    "seconds": 20.0, "segment_bytes": 16_384, "snapshot_every": 60,
 }  # fmt: skip
 #: Frequent migrations of trajectories.
 PACKED: dict[str, Any] = {
-    "policy": "best-fit", "interval_ms": 200, "max_batch": 0, "kv_capacity": 1_000_000,
-    "progress_ms": 500, "slots": 8, "replicas": 8, "group_size": 4, "groups_per_step": 4,
-    "groups_per_version": 1, "max_staleness": 4, "train_s": 1.0, "median_tokens": 200,
+    "policy": "best-fit", "interval_ms": 200, "max_batch": "auto", "kv_capacity": 1_000_000,
+    "progress_interval_ms": 500, "max_num_seqs": 8, "replicas": 8, "group_size": 4,
+    "train_batch_size": 4, "groups_per_version": 1, "max_staleness": 4, "train_s": 1.0,
+    "median_response": 200,
 }  # fmt: skip
 #: Frequent kills of the coordinator, also while it writes.
 KILLED = ("coordinator-killed",)

@@ -85,7 +85,7 @@ class World(Actors):
 
     def run(self, max_events: int = 200_000) -> World:
         self.begin()
-        while self.state.phase != Phase.ENDED:
+        while self.state.run.phase != Phase.ENDED:
             assert self.seq < max_events, "the run does not end"
             self.step()
         return self
@@ -104,7 +104,7 @@ class World(Actors):
 
     def step(self) -> None:
         """Let the next thing happen: something in the world, or a timer."""
-        timers = self.state.timers
+        timers = self.state.orders.timers
         timer = min(timers, key=lambda name: timers[name], default=None)
         if self.queue and (timer is None or self.queue[0][0] <= timers[timer]):
             self.happen_next()

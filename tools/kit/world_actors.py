@@ -92,7 +92,7 @@ class Actors(Trainers):
         if command.boot_id == process.boot_id:
             process.incarnation = command.incarnation
             self.ready(process)
-            for waiting in list(self.machine.state.commands.values()):
+            for waiting in list(self.machine.state.orders.commands.values()):
                 if waiting.command.to == process.name and waiting.command is not command:
                     self.obey(waiting.command, waiting.command_id)
 

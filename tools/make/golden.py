@@ -115,14 +115,14 @@ RUNS = (
         "a version that no relay has is loaded from its checkpoint, or cannot be",
         ("replica-dies", "weights-corrupt"),
         ("event:CheckpointRefused", "CheckpointRefused -> PullWeights"),
-        {"save_freq": 1, "max_staleness": 4, "groups_per_step": 1, "num_train": 20, "every_s": 2.0},
+        {"save_freq": 1, "max_staleness": 4, "train_batch_size": 1, "num_train": 20, "every_s": 2},
     ),
     Recipe(
         "rewards_fail",
         "siblings are refused, rewards fail, a prompt kills its replicas; rewards of groups",
         ("reward-fails", "sibling-refused", "poison-prompt"),
         ("dropped:quarantined", "event:TrajectoryFailed"),
-        {"reward_scope": "group", "num_train": 20},
+        {"scope": "group", "num_train": 20},
     ),
     Recipe(
         "engine_differs",
@@ -135,14 +135,14 @@ RUNS = (
         "groups without variance are dropped, and other prompts replace them",
         ("replica-dies", "reward-fails"),
         ("dropped:no-variance",),
-        {"metric": "score", "gen_batches": 10, "num_train": 20},
+        {"filter": "score", "max_num_gen_batches": 10, "num_train": 20},
     ),
     Recipe(
         "hangs",
         "trajectories hang, and batches wait for them",
         ("hangs", "replica-slow"),
         ("dropped:restarted", "TimerFired -> AbortTrajectories"),
-        {"batch_timeout_ms": 5_000},
+        {"batch_timeout_s": 5.0},
     ),
     Recipe(
         "relays_lost",
@@ -169,7 +169,7 @@ RUNS = (
         "three samples of each evaluation prompt, some lost with their replica",
         ("replica-dies",),
         ("dropped:replica-lost",),
-        {"eval_answers": 3, "every_s": 1.0},
+        {"n": 3, "every_s": 1.0},
     ),
     Recipe(
         "warned",

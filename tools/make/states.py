@@ -1,32 +1,39 @@
-"""Draw docs/states.md: all statuses and transitions, from core/state/transitions.py.
+"""Draw docs/states.md: all statuses, transitions and kinds of failures.
 
 Usage: python tools/make/states.py
-Reads   laminar/core/state/transitions.py
-Writes  docs/states.md: a diagram (Mermaid) and a list for each table; a test compares it
+Reads   laminar/core/state/transitions.py, failures.py
+Writes  docs/states.md: a diagram (Mermaid) and a list for each table of transitions, and a table of
+        failures; a test compares it
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
 
+from laminar.core.state.failures import FailureKind  # noqa: E402
 from laminar.core.state.transitions import TABLES, TransitionTable  # noqa: E402
 
 PAGE = ROOT / "docs" / "states.md"
 HEAD = """# States
 
-What the coordinator keeps track of, with every status and every legal move. The tables are in
-`laminar/core/state/transitions.py`; this page is made of them by `python tools/make/states.py`.
+Made by `python tools/make/states.py` of `laminar/core/state/transitions.py` and `failures.py`.
 """
+FAILURES = """## Failure
+
+| kinds | exit code | resumable | what to do |
+|---|---|---|---|"""
 
 
 def page() -> str:
     """Return the whole text."""
-    return "\n".join([HEAD, *(line for table in TABLES for line in _section(table))])
+    tables = (line for table in TABLES for line in _section(table))
+    return "\n".join([HEAD, *tables, FAILURES, *_failure_rows(), ""])
 
 
 def _section(table: TransitionTable) -> Iterator[str]:
@@ -41,6 +48,17 @@ def _section(table: TransitionTable) -> Iterator[str]:
     yield "```\n\n| status | meaning |\n|---|---|"
     yield from (f"| {status} | {meaning} |" for status, meaning in table.meaning.items())
     yield ""
+
+
+def _failure_rows() -> Iterator[str]:
+    """Yield a row per exit code and remedy, with the kinds that have them."""
+    for (code, resumable, remedy), kinds in groupby(FailureKind, _result):
+        shown = "<br>".join(f"`{kind}`: {kind.record.meaning}" for kind in kinds)
+        yield f"| {shown} | {code} | {'yes' if resumable else 'no'} | {remedy} |"
+
+
+def _result(kind: FailureKind) -> tuple[int, bool, str]:
+    return kind.record.exit_code, kind.record.resumable, kind.record.remedy
 
 
 def _name(status: str) -> str:

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
-from laminar.config import Config
 from laminar.core.machine import StateMachine
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
@@ -24,6 +23,7 @@ from laminar.net.session import ClientLink
 from laminar.storage.rules import Chunk, Row
 from laminar.training.steps import TrainSample
 from laminar.weights.version.hashes import Bytes
+from tools.simulator.config import SimConfig
 from tools.simulator.coverage import Coverage
 from tools.simulator.disk import CrashMode, SimDisk
 from tools.simulator.network import Network
@@ -220,7 +220,7 @@ class Context(ABC):
     scheduler: Scheduler
     network: Network
     coverage: Coverage
-    config: Config  #: configuration that actors read from their run directory
+    config: SimConfig  #: configuration that actors read from their run directory
     faults: Faults
     checks: Checks
     coordinator: Coordinator

@@ -20,6 +20,7 @@ from laminar.core.state.transitions import TRAJECTORY_TRANSITIONS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
+from laminar.events.reasons import DropReason
 
 _MOVE_NAMES = {
     (before, after): f"move:{before}-{trigger}"
@@ -128,14 +129,14 @@ class Coverage:
             if isinstance(command, cmd.ReleaseTrajectories):
                 for item in command.items:
                     self._look_at(item.trajectory_id, state)
-        for trajectory in reversed(state.lost_trajectories):  # the latest first
+        for trajectory in reversed(state.work.lost):  # the latest first
             if self._statuses.get(trajectory) == TrajectoryStatus.LOST:
                 break
             self._look_at(trajectory, state)
 
     def _look_at(self, trajectory_id: str, state: State) -> None:
         """Count the transition that a trajectory has made since the last look."""
-        found = state.trajectories.get(trajectory_id)  # type: ignore[call-overload]
+        found = state.work.trajectories.get(trajectory_id)  # type: ignore[call-overload]
         if found is None:
             return
         before = self._statuses.get(trajectory_id)
@@ -146,10 +147,10 @@ class Coverage:
 
     def finish(self, state: State) -> None:
         """Count the marks that the state itself has gathered over the run."""
-        for reason in state.ledger.trajectories.dropped:
+        for reason in state.work.ledger.trajectories.dropped:
             self.hit(f"dropped:{reason}")
-        for reason in state.ledger.tokens.dropped:
-            if reason == "restarted":
-                self.hit("dropped:restarted")
-        for name in state.ignored:
+        for reason in state.work.ledger.tokens.dropped:
+            if reason == DropReason.RESTARTED:
+                self.hit(f"dropped:{reason}")
+        for name in state.run.ignored:
             self.hit(f"ignored:{name.partition(': ')[2]}")

@@ -14,7 +14,7 @@ from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Stamped
 from laminar.launch.exit_handling import exit_code
-from tools.simulator.config import SimConfig, load
+from tools.simulator.config import Choices, load
 from tools.simulator.coverage import EXPECTED, Coverage
 from tools.simulator.faults.faults import KINDS
 from tools.simulator.run import Outcome, event_line, run_seed, run_seeds, story
@@ -46,36 +46,36 @@ def parser() -> CommandParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the seeds, and return 0 if every promise was kept, else 1."""
-    config = load(arguments.config, KINDS)
+    choices = load(arguments.config, KINDS)
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: give 1 or more processes")
     if arguments.seed is not None:
-        return _run_one(config, arguments)
+        return _run_one(choices, arguments)
     if arguments.events:
         raise ConfigError("--events shows one run: give --seed N instead of --seeds")
-    return _run_many(config, arguments)
+    return _run_many(choices, arguments)
 
 
-def _run_one(config: SimConfig, arguments: argparse.Namespace) -> int:
+def _run_one(choices: Choices, arguments: argparse.Namespace) -> int:
     def show(stamped: Stamped, commands: list[Command], state: State) -> None:
         print(event_line(stamped, commands))
 
-    outcome = run_seed(config, arguments.seed, show if arguments.events else None)
+    outcome = run_seed(choices, arguments.seed, show if arguments.events else None)
     print(summary(outcome))
     if arguments.marks:
         _print_marks(outcome.coverage)
-    return _report(config, arguments.config, outcome)
+    return _report(choices, arguments.config, outcome)
 
 
-def _run_many(config: SimConfig, arguments: argparse.Namespace) -> int:
+def _run_many(choices: Choices, arguments: argparse.Namespace) -> int:
     seeds = _range(arguments.seeds)
     started = shown = time.monotonic()
     coverage, events, broken, failed = Coverage(), 0, 0, 0
-    for done, outcome in enumerate(run_seeds(config, seeds, arguments.jobs), 1):
+    for done, outcome in enumerate(run_seeds(choices, seeds, arguments.jobs), 1):
         events += outcome.events
         failed += bool(outcome.failure)
         coverage.merge(outcome.coverage)
-        broken += _report(config, arguments.config, outcome)
+        broken += _report(choices, arguments.config, outcome)
         now = time.monotonic()
         if now - shown > PROGRESS_S:
             shown = now
@@ -101,13 +101,13 @@ def summary(outcome: Outcome) -> str:
     )
 
 
-def _report(config: SimConfig, path: Path, outcome: Outcome) -> int:
+def _report(choices: Choices, path: Path, outcome: Outcome) -> int:
     """Print the broken promise and how to reproduce it; return 1 if there is one, else 0."""
     if not outcome.invariant:
         return 0
     print(f"seed {outcome.seed} broke {outcome.invariant}: {outcome.details}")
     print(f"  story of {', '.join(outcome.subjects) or 'its end'}:")
-    for line in story(config, outcome):
+    for line in story(choices, outcome):
         print(f"  {line}")
     again = shlex.join(["-c", str(path), "--seed", str(outcome.seed), "--events"])
     print(f"  reproduce: {PROGRAM} {again}")

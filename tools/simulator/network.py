@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.events.base import COORDINATOR, WireError
+from laminar.events.base import COORDINATOR
+from laminar.events.families import WireError
 from laminar.net.frames import decode_client, decode_server
 from tools.simulator.scheduler import MS, Scheduler
 

@@ -1,6 +1,6 @@
 """Runs of seeds: one, with its outcome and, if a promise was broken, its story; or many.
 
-Reads   SimConfig, seeds
+Reads   Choices, seeds
 Gives   Outcome; lines of text for people
 
 A story comes from running the seed again with an observer, since the same seed is the same run: an
@@ -22,7 +22,7 @@ from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Event, Stamped
 from tools.simulator.checks.final_checks import AllChecks
-from tools.simulator.config import SimConfig
+from tools.simulator.config import Choices
 from tools.simulator.faults.faults import Faults
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import SECOND
@@ -50,14 +50,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     digest: str  #: digest of the last state
 
 
-def make_world(config: SimConfig, seed: int, observer: Observer | None = None) -> World:
+def make_world(choices: Choices, seed: int, observer: Observer | None = None) -> World:
     """Return a world with the faults of its seed, and all checks."""
-    return World(config, seed, AllChecks, lambda world: Faults(world, config.faults), observer)
+    return World(choices, seed, AllChecks, Faults, observer)
 
 
-def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> Outcome:
+def run_seed(choices: Choices, seed: int, observer: Observer | None = None) -> Outcome:
     """Run one seed to its end, or to its first broken promise."""
-    world = make_world(config, seed, observer)
+    world = make_world(choices, seed, observer)
     violation: Violation | None = None
     digest = ""
     try:
@@ -68,16 +68,17 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
         violation = Violation("nothing_raises", f"{type(error).__name__}: {error}")
         violation.__cause__ = error
     state, over = world.coordinator.state, world.coordinator.over
+    failed = over.failure if over else state.run.failed if state is not None else None
     return Outcome(
         seed=seed,
         events=world.checks.events,
         happenings=world.scheduler.made,
         virtual_s=world.scheduler.now / SECOND,
-        trajectories=state.ledger.trajectories.issued if state is not None else 0,
+        trajectories=state.work.ledger.trajectories.issued if state is not None else 0,
         coordinators=world.coordinator.incarnations,
         replays=world.checks.replays,
         faults=tuple(world.faults.active),
-        failure=(over.reason or "") if over else state.failure if state is not None else "",
+        failure=failed.sentence if failed is not None else "",
         invariant=violation.invariant if violation else "",
         details=violation.details if violation else "",
         subjects=violation.subjects if violation else (),
@@ -86,9 +87,9 @@ def run_seed(config: SimConfig, seed: int, observer: Observer | None = None) -> 
     )
 
 
-def run_seeds(config: SimConfig, seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
+def run_seeds(choices: Choices, seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
     """Run seeds in `jobs` processes, and yield outcomes as they come."""
-    run = partial(run_seed, config)
+    run = partial(run_seed, choices)
     if jobs <= 1:
         gc.freeze()  # exclude the program from every run's garbage collections
         yield from map(run, seeds)
@@ -110,7 +111,7 @@ def event_line(stamped: Stamped, commands: list[Command]) -> str:
     )
 
 
-def story(config: SimConfig, outcome: Outcome) -> list[str]:
+def story(choices: Choices, outcome: Outcome) -> list[str]:
     """Return the events about the outcome's subjects, or the last events if it has none."""
     lines: deque[str] = deque(maxlen=STORY_LINES)
     subjects = [subject for name in outcome.subjects if (subject := _subject(name)) is not None]
@@ -121,7 +122,7 @@ def story(config: SimConfig, outcome: Outcome) -> list[str]:
         else:
             lines.append(event_line(stamped, commands))
 
-    run_seed(config, outcome.seed, listen)
+    run_seed(choices, outcome.seed, listen)
     return list(lines)
 
 

@@ -1,6 +1,6 @@
-"""Scenario of one seed: every choice of a SimConfig drawn, each concern from a separate stream.
+"""Scenario of one seed: every choice of a configuration drawn, each concern from a separate stream.
 
-Reads   SimConfig, the seed
+Reads   Choices, the seed
 Gives   Scenario; `stream(seed, concern)`
 
 Each concern draws from its own generator, so that a new fault, or a longer run, does not change
@@ -10,22 +10,11 @@ the others, and two versions of the product meet the same world.
 from __future__ import annotations
 
 import random
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Any
 
 import msgspec
 
-from laminar.config.rollout import RolloutConfig
-from laminar.config.tree import (
-    Config,
-    CoordinatorConfig,
-    DataConfig,
-    EnvConfig,
-    RecoveryConfig,
-    RepackConfig,
-    RepackPolicy,
-    StoreConfig,
-    TrainerConfig,
-)
+from laminar.config.reading import nest_keys
 from laminar.core.rules import NEW_RUN
 from laminar.core.scheduling.dispatch import permute_rows
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
@@ -33,38 +22,49 @@ from laminar.events.base import Settings
 from laminar.events.of_coordinator import ForkOrigin, UnfinishedPrompt
 from laminar.names.ids import GroupId, train_group, trajectory_seed
 from laminar.storage.rules import Row
-from tools.simulator.config import (
-    CheckConfig,
-    EnvironmentConfig,
-    FilterConfig,
-    SimConfig,
-    WorkConfig,
-)
-from tools.simulator.config import RepackConfig as RepackDraw
+from tools.simulator.config import FAULTS, WITH_REPACK, Choices, SimConfig, WorldConfig
 from tools.simulator.scheduler import MS, SECOND
 
-T = TypeVar("T")
-
-START_TIMEOUT_MS = 120_000
-ENGINE_START_MS = 30_000
-MAX_ERROR_PERMILLE = 500
 DATA_DIGEST = "data"  #: digest of the prompts, as the store reports it
 FORK_UNFINISHED, FORK_SAME_DATA = 0.2, 0.8
 """Share of the prompts that the other run left unfinished; share of forks that have its data."""
 BOUNDARIES: dict[str, tuple[int, ...]] = {
-    "replicas": (1,), "nodes": (1,), "slots": (1,), "group_size": (2, 11), "groups_per_step": (1,),
-    "groups_per_version": (1,), "max_staleness": (0,), "total_steps": (1, 11), "num_train": (1, 11),
-    "num_eval": (1, 11), "test_freq": (1,), "save_freq": (0, 1), "max_ckpt_to_keep": (1, 0),
-    "resume_timeout_ms": (0,), "fork_step": (1, 10),
+    "rollout.replicas": (1,), "world.nodes": (1,), "rollout.max_num_seqs": (1,),
+    "rollout.group_size": (2, 11), "data.train_batch_size": (1,),
+    "rollout.groups_per_version": (1,), "async.max_staleness": (0,),
+    "trainer.total_training_steps": (1, 11), "world.num_train": (1, 11), "data.val_size": (1, 11),
+    "trainer.test_freq": (1,), "trainer.save_freq": (0, 1), "trainer.max_ckpt_to_keep": (1, 0),
+    "recovery.resume_timeout_ms": (0,), "world.fork_step": (1, 10),
 }  # fmt: skip
 """Smallest values that a run may have, none, and numbers with two digits: ids in text must sort as
 their numbers do. Engines take at least a whole group."""
+DRAWN: dict[str, tuple[str, ...]] = {
+    "scenario": (
+        "rollout.group_size", "data.train_batch_size", "async.max_staleness",
+        "rollout.groups_per_version", "trainer.total_training_steps", "data.drop_last",
+        "trainer.test_freq", "algorithm.batch_strategy", "reward.scope",
+        "recovery.resume_timeout_ms", "trainer.batch_timeout_s", "rollout.replicas", "world.nodes",
+        "rollout.max_num_seqs", "world.num_train", "data.val_size", "world.delay_ms",
+        "world.start_s", "world.transfer_s", "world.load_s", "emulation.train_s", "world.score_s",
+        "emulation.median_response", "world.segment_bytes", "world.snapshot_every",
+        "trainer.save_freq", "trainer.max_ckpt_to_keep",
+    ),
+    "update": ("rollout.kv_on_update",),
+    "load": ("rollout.load",),
+    "payloads": ("store.payload_gb",),
+    "repack": ("rollout.max_batch", "world.kv_capacity"),
+    "filter": ("world.filter", "algorithm.filter_groups.max_num_gen_batches", "world.scores"),
+    "begin": ("world.fork_step",),
+}  # fmt: skip
+"""Streams of several keys, in the order of their draws; any other key has its own stream."""
+_REPACK = ("repack.interval_ms", "repack.release_timeout_ms", "repack.prefill_tokens_per_step")
+_NUM_TRAIN, _STEPS = "world.num_train", "trainer.total_training_steps"
+_BATCH_TIMEOUT = "trainer.batch_timeout_s"
+_ENVIRONMENT = ("env.call_semantics", "world.answer_s", "world.answer_p99_to_median")
 MANY_SIBLINGS = 10
-"""Group size from which one response is nearly always long. Where batch_wait_ms is a choice it is
+"""Group size from which one response is nearly always long. Where batch_timeout_s is a choice it is
 then the longest, or nearly every group would be given up for it, and the run would not end."""
 LONG_LEASE_ROLES = ("node", "store", "trainer")
-
-
 ANSWERS_IN_A_WAIT = 8  #: answers of an environment that fit in a batch wait at least: timeouts nest
 
 
@@ -77,50 +77,24 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of a run, apart from its faults."""
 
     seed: int
+    config: SimConfig
     settings: Settings
-    replicas: int
-    nodes: int
-    slots: int
-    num_train: int
-    num_eval: int
-    max_restarts: int
-    restart_window_s: float
-    quantum_ns: int
-    delay_ms: float
-    heartbeat_ns: int
-    lease_ms: int
-    node_lease_ms: int
-    disk_full_timeout_s: float
-    progress_ns: int
-    start_s: float
-    transfer_s: float
-    load_s: float
-    train_s: float
-    score_s: float
     engine: EngineTiming
     lengths: ResponseLengths
-    segment_bytes: int
-    snapshot_every: int
-    kv_on_update: Literal["keep", "recompute"]
-    save_freq: int
-    max_ckpt_to_keep: int
-    payload_gb: float
-    max_batch: int
-    kv_capacity: int
-    checks: CheckConfig
-    scores: int = 2  #: distinct scores of responses
     origin: ForkOrigin | None = None  #: other run of a fork
-    call_semantics: str = ""  #: at-most-once | retryable; empty: no environment
-    answer_s: float = 0.0  #: time that the environment takes to answer
-    answer_p99_to_median: float = 0.0  #: ratio of a log-normal; 0: uniform, 0.5 to 1.5 times
+
+    @property
+    def world(self) -> WorldConfig:
+        return self.config.world
 
     @property
     def lease_ns(self) -> int:
-        return self.lease_ms * MS
+        return self.config.coordinator.lease_ms * MS
 
     def lease_of_ms(self, role: str) -> int:
         """Return the lease of a process of this role."""
-        return self.node_lease_ms if role in LONG_LEASE_ROLES else self.lease_ms
+        leases = self.config.coordinator
+        return leases.node_lease_ms if role in LONG_LEASE_ROLES else leases.lease_ms
 
     def seed_of(self, row: Row) -> int:
         """Return the seed of a stored row's trajectory, which gives its tokens and length."""
@@ -128,189 +102,125 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return trajectory_seed(self.settings.seed, group, row.sibling, row.attempt)
 
 
-class Pick(Protocol):
-    """Function that draws a value of a key from its choices; a single value consumes no draw."""
+class _Draw:
+    """Values drawn so far, from the streams of one seed."""
 
-    def __call__(self, value: T | tuple[T, ...]) -> T: ...
+    def __init__(self, choices: Choices, seed: int) -> None:
+        self.choices, self._seed = choices, seed
+        self.values: dict[str, Any] = {"seed": seed}
+        self.values |= {key: value for key, value in choices.items() if key.startswith(FAULTS)}
+        self._streams: dict[str, random.Random] = {}
+
+    def stream(self, concern: str) -> random.Random:
+        return self._streams.setdefault(concern, stream(self._seed, concern))
+
+    def take(self, concern: str, *keys: str) -> Any:
+        """Draw keys in this order, and return the last value; a single value consumes no draw."""
+        chance = self.stream(concern)
+        for key in keys:
+            value = self.choices[key]
+            self.values[key] = chance.choice(value) if isinstance(value, list) else value
+        return self.values[keys[-1]]
 
 
-def _pick_from(chance: random.Random) -> Pick:
-    def pick(value: T | tuple[T, ...]) -> T:
-        return chance.choice(value) if isinstance(value, tuple) else value
-
-    return pick
-
-
-def _with_boundaries(work: WorkConfig, seed: int) -> WorkConfig:
-    """Return the same work, with some choices replaced by a boundary value.
+def _with_boundaries(choices: Choices, seed: int) -> Choices:
+    """Return the same choices, some of them replaced by a boundary value.
 
     In as many of the worlds whose data is a choice, the data ends with the last step.
     """
-    chance, made = stream(seed, "boundaries"), dict[str, int]()
+    chance, share, made = stream(seed, "boundaries"), choices["world.boundary_share"], dict(choices)
     for key, values in BOUNDARIES.items():
-        struck, value = chance.random() < work.boundary_share, chance.choice(values)
-        if struck and isinstance(getattr(work, key), tuple):
+        struck, value = chance.random() < share, chance.choice(values)
+        if struck and isinstance(choices[key], list):
             made[key] = value
-    ends = chance.random() < work.boundary_share, chance.choice((1, 6, 10))
-    work = msgspec.structs.replace(work, **made)
-    if not ends[0] or not all(isinstance(v, tuple) for v in (work.num_train, work.total_steps)):
-        return work
-    groups = _pick_from(chance)(work.groups_per_step)
-    return msgspec.structs.replace(
-        work, groups_per_step=groups, total_steps=ends[1], num_train=groups * ends[1]
-    )
+    ends, steps = chance.random() < share, chance.choice((1, 6, 10))
+    if ends and all(isinstance(made[key], list) for key in (_NUM_TRAIN, _STEPS)):
+        groups = made["data.train_batch_size"]
+        groups = chance.choice(groups) if isinstance(groups, list) else groups
+        made |= {"data.train_batch_size": groups, _STEPS: steps, _NUM_TRAIN: groups * steps}
+    return made
 
 
-def _settings(work: WorkConfig, seed: int, pick: Pick) -> Settings:
-    """Return the settings of the core, without those of repack."""
-    group_size = pick(work.group_size)
-    settings = Settings(
-        seed=seed,
-        groups_per_step=pick(work.groups_per_step),
-        group_size=group_size,
-        min_scored=2,
-        max_staleness=pick(work.max_staleness),
-        groups_per_version=pick(work.groups_per_version),
-        total_steps=pick(work.total_steps),
-        total_epochs=1,
-        shuffle=True,
-        drop_last=pick(work.drop_last),
-        test_freq=pick(work.test_freq),
-        val_before_train=True,
-        batch_strategy=pick(work.batch_strategy),
-        reward_scope=pick(work.reward_scope),
-        resume_timeout_ms=pick(work.resume_timeout_ms),
-        batch_timeout_ms=pick(work.batch_timeout_ms),
-        start_timeout_ms=START_TIMEOUT_MS,
-        stall_ms=pick(work.stall_ms),
-        engine_start_ms=ENGINE_START_MS,
-        max_error_permille=MAX_ERROR_PERMILLE,
-        rules=NEW_RUN,
-        eval_answers=_pick_from(stream(seed, "answers"))(work.eval_answers),
-    )
-    if group_size < MANY_SIBLINGS or isinstance(work.batch_timeout_ms, int):
-        return settings
-    return msgspec.structs.replace(settings, batch_timeout_ms=max(work.batch_timeout_ms))
-
-
-def draw(config: SimConfig, seed: int) -> Scenario:
+def draw(choices: Choices, seed: int) -> Scenario:
     """Return the scenario of this seed."""
-    pick = _pick_from(stream(seed, "scenario"))
-    work, time, repack = _with_boundaries(config.work, seed), config.time, config.repack
-    packing, caching = _pick_from(stream(seed, "repack")), _pick_from(stream(seed, "cache"))
-    settings, updating = _settings(work, seed, pick), _pick_from(stream(seed, "update"))
-    if policy := packing(repack.policy):
-        settings = msgspec.structs.replace(
-            settings,
-            repack_policy=policy,
-            repack_interval_ms=packing(repack.interval_ms),
-            repack_release_timeout_ms=packing(repack.release_timeout_ms),
-            repack_prefill_tokens=packing(repack.prefill_tokens_per_step),
-        )
-    elif updating(work.weight_update) == "in-flight":
-        settings = msgspec.structs.replace(settings, in_flight=True, groups_per_version=0)
-    if _pick_from(stream(seed, "load"))(work.load) == "stream":
-        settings = msgspec.structs.replace(settings, stream=True)
-    replicas = pick(work.replicas)
-    scenario = Scenario(
-        seed=seed,
+    drawn = _Draw(_with_boundaries(choices, seed), seed)
+    packs = drawn.take("repack", "repack.policy") != "off"
+    if packs:
+        drawn.take("repack", *_REPACK)
+        drawn.values["rollout.weight_update"] = "drain"
+    else:
+        drawn.take("update", "rollout.weight_update")
+    for concern, keys in DRAWN.items():
+        drawn.take(concern, *keys)
+    for key in drawn.choices.keys() - drawn.values.keys():
+        drawn.take(key, key)
+    _fit_values(drawn)
+    origin = _fork(drawn)
+    _add_environment(drawn)
+    if packs and (replaced := drawn.choices[WITH_REPACK]):
+        drawn.choices |= replaced
+        drawn.take("repack", *replaced)
+    return _make_scenario(msgspec.convert(nest_keys(drawn.values), SimConfig), origin)
+
+
+def _make_scenario(config: SimConfig, origin: ForkOrigin | None) -> Scenario:
+    emulated, world = config.emulation, config.world
+    settings = msgspec.structs.replace(
+        Settings.from_config(config, NEW_RUN),
+        stall_ms=world.stall_ms,
+        disk_full_timeout_ms=0,  # deadlines of the simulated store and tools include these times
+        turn_timeout_ms=0,
+    )
+    return Scenario(
+        seed=config.seed,
+        config=config,
         settings=settings,
-        replicas=replicas,
-        nodes=min(replicas, pick(work.nodes)),
-        slots=max(settings.group_size, pick(work.slots)),
-        num_train=pick(work.num_train),
-        num_eval=pick(work.num_eval),
-        max_restarts=pick(work.max_restarts),
-        restart_window_s=_pick_from(stream(seed, "restart window"))(work.restart_window_s),
-        quantum_ns=pick(time.quantum_ms) * MS,
-        delay_ms=pick(time.delay_ms),
-        heartbeat_ns=pick(time.heartbeat_ms) * MS,
-        lease_ms=pick(time.lease_ms),
-        node_lease_ms=pick(time.node_lease_ms),
-        disk_full_timeout_s=pick(time.disk_full_timeout_s),
-        progress_ns=pick(time.progress_ms) * MS,
-        start_s=pick(time.start_s),
-        transfer_s=pick(time.transfer_s),
-        load_s=pick(time.load_s),
-        train_s=pick(time.train_s),
-        score_s=pick(time.score_s),
         engine=EngineTiming(
-            step_us=pick(time.step_us),
-            sequence_us=pick(time.sequence_us),
-            prefill_tokens_per_s=caching(time.prefill_tokens_per_s),
-            token_us=caching(time.token_us),
-            cache_tokens=caching(time.cache_tokens),
+            step_us=emulated.step_us,
+            sequence_us=emulated.sequence_us,
+            prefill_tokens_per_s=emulated.prefill_tokens_per_s,
+            token_us=emulated.token_us,
+            cache_tokens=world.cache_tokens,
         ),
         lengths=ResponseLengths(
-            median=pick(time.median_tokens),
-            limit=pick(time.max_tokens),
-            p99_to_median=caching(time.p99_to_median),
+            median=emulated.median_response,
+            limit=config.data.max_response_length,
+            p99_to_median=world.p99_to_median,
         ),
-        segment_bytes=pick(config.log.segment_bytes),
-        snapshot_every=pick(config.log.snapshot_every),
-        kv_on_update=cast(Literal["keep", "recompute"], updating(work.kv_on_update)),
-        save_freq=pick(work.save_freq),
-        max_ckpt_to_keep=pick(work.max_ckpt_to_keep),  # drawn last: older seeds keep their worlds
-        payload_gb=_pick_from(stream(seed, "payloads"))(work.payload_gb),
-        max_batch=packing(repack.max_batch),
-        kv_capacity=packing(repack.kv_capacity),
-        checks=config.checks,
-    )
-    settings = msgspec.structs.replace(scenario.settings, save_freq=scenario.save_freq)
-    scenario = msgspec.structs.replace(scenario, settings=settings)
-    scenario = _filtered(scenario, config.filter)
-    scenario = _forked(scenario, work.fork_step)
-    scenario = _with_environment(scenario, config.environment)
-    return _with_tails(scenario, repack, packing) if policy else scenario
-
-
-def _filtered(scenario: Scenario, filter: FilterConfig) -> Scenario:
-    """Add the drawn filter, if any; an unlimited search for batches needs an end of data."""
-    pick = _pick_from(stream(scenario.seed, "filter"))
-    metric, batches, scores = pick(filter.metric), pick(filter.gen_batches), pick(filter.scores)
-    if not metric:
-        return scenario
-    settings = msgspec.structs.replace(
-        scenario.settings,
-        filter_metric=metric,
-        filter_batches=max(batches, 1) if scenario.settings.total_steps else batches,
-    )
-    return msgspec.structs.replace(scenario, settings=settings, scores=scores)
-
-
-def _with_environment(scenario: Scenario, environment: EnvironmentConfig) -> Scenario:
-    """Add the environment, if drawn; rewards are then per trajectory."""
-    chance = stream(scenario.seed, "environment")
-    pick = _pick_from(chance)
-    if chance.random() >= environment.environment_share:
-        return scenario
-    call_semantics, answer_s = pick(environment.call_semantics), pick(environment.answer_s)
-    wait_ms = int(ANSWERS_IN_A_WAIT * answer_s * 1_000)  # else no batch wait would ever suffice
-    settings = msgspec.structs.replace(
-        scenario.settings,
-        max_sessions=2 * (scenario.slots + scenario.settings.group_size),
-        reward_scope="trajectory",
-        batch_timeout_ms=max(scenario.settings.batch_timeout_ms, wait_ms),
-    )
-    return msgspec.structs.replace(
-        scenario,
-        settings=settings,
-        call_semantics=call_semantics,
-        answer_s=answer_s,
-        answer_p99_to_median=pick(environment.answer_p99_to_median),
+        origin=origin,
     )
 
 
-def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
-    """Start the same world after so many steps of another run, with the rest of its prompts."""
-    chance = stream(scenario.seed, "begin")
-    step, settings, count = _pick_from(chance)(steps), scenario.settings, scenario.num_train
+def _fit_values(drawn: _Draw) -> None:
+    """Change the values that others do not allow, and turn on the drawn filter, if any."""
+    values, group_size = drawn.values, drawn.values["rollout.group_size"]
+    values["rollout.max_num_seqs"] = max(group_size, values["rollout.max_num_seqs"])
+    values["world.nodes"] = min(values["rollout.replicas"], values["world.nodes"])
+    waits = drawn.choices[_BATCH_TIMEOUT]
+    if group_size >= MANY_SIBLINGS and isinstance(waits, list):
+        values[_BATCH_TIMEOUT] = max(waits)
+    if not values["trainer.save_freq"]:
+        values["store.payload_gb"] = 0.0
+    if metric := values["world.filter"]:
+        filtered, least = "algorithm.filter_groups.", 1 if values[_STEPS] else 0
+        values |= {filtered + "enable": True, filtered + "metric": metric}
+        batches = values[filtered + "max_num_gen_batches"]
+        values[filtered + "max_num_gen_batches"] = max(batches, least)
+    else:
+        values["world.scores"] = 2
+
+
+def _fork(drawn: _Draw) -> ForkOrigin | None:
+    """Start the same world after some steps of another run, with the rest of its prompts."""
+    values, chance = drawn.values, drawn.stream("begin")
+    step, count = values["world.fork_step"], values[_NUM_TRAIN]
     if not step:
-        return scenario
+        return None
     cursor, seed = chance.randrange(count), chance.randrange(1 << 32)
     rows = permute_rows(seed, 0, count)
     left = [at for at in range(cursor) if chance.random() < FORK_UNFINISHED]
-    origin = ForkOrigin(
+    values[_STEPS] = values[_STEPS] and values[_STEPS] + step
+    return ForkOrigin(
         run="another",
         step=step,
         version=step + chance.choice((0, 2)),
@@ -324,65 +234,22 @@ def _forked(scenario: Scenario, steps: int | tuple[int, ...]) -> Scenario:
             UnfinishedPrompt(group=train_group(0, at), row_index=rows[at]) for at in left
         ),
     )
-    total = settings.total_steps and settings.total_steps + step
-    settings = msgspec.structs.replace(settings, total_steps=total)
-    return msgspec.structs.replace(scenario, origin=origin, settings=settings)
 
 
-def _with_tails(scenario: Scenario, repack: RepackDraw, packing: Pick) -> Scenario:
-    """Apply the values of [repack] over those of [work] and [time], so that stragglers occur."""
-    settings, lengths = scenario.settings, scenario.lengths
-    if repack.max_staleness is not None:
-        staleness = packing(repack.max_staleness)
-        settings = msgspec.structs.replace(settings, max_staleness=staleness)
-    if repack.median_tokens is not None:
-        lengths = msgspec.structs.replace(lengths, median=packing(repack.median_tokens))
-    progress_ns = scenario.progress_ns
-    if repack.progress_ms is not None:
-        progress_ns = packing(repack.progress_ms) * MS
-    return msgspec.structs.replace(
-        scenario, settings=settings, lengths=lengths, progress_ns=progress_ns
-    )
+def _add_environment(drawn: _Draw) -> None:
+    """Add the environment, if drawn; rewards are then per trajectory."""
+    values = drawn.values
+    if drawn.stream("environment").random() >= values["world.environment_share"]:
+        return
+    drawn.take("environment", *_ENVIRONMENT)
+    wait_s = ANSWERS_IN_A_WAIT * values["world.answer_s"]  # else no batch wait would ever suffice
+    values |= {
+        "env.path": "environment.py",
+        "reward.scope": "trajectory",
+        _BATCH_TIMEOUT: max(values[_BATCH_TIMEOUT], wait_s),
+    }
 
 
 def seconds(value: float) -> int:
     """Return seconds as nanoseconds."""
     return int(value * SECOND)
-
-
-def actor_config(scenario: Scenario) -> Config:
-    """Return the configuration that the actors of this world read from their run directory."""
-    settings = scenario.settings
-    return Config(
-        seed=settings.seed,
-        data=DataConfig(max_response_length=scenario.lengths.limit),
-        rollout=RolloutConfig(
-            replicas=scenario.replicas,
-            group_size=settings.group_size,
-            max_num_seqs=scenario.slots,
-            progress_interval_ms=scenario.progress_ns // MS,
-            max_batch=scenario.max_batch or "auto",
-            weight_update="in-flight" if settings.in_flight else "drain",
-            kv_on_update=scenario.kv_on_update,
-        ),
-        env=EnvConfig(
-            path="environment.py" if scenario.call_semantics else "",
-            call_semantics=cast(
-                Literal["at-most-once", "retryable"], scenario.call_semantics or "at-most-once"
-            ),
-        ),
-        repack=RepackConfig(policy=cast(RepackPolicy, settings.repack_policy or "off")),
-        recovery=RecoveryConfig(
-            max_restarts=scenario.max_restarts, restart_window_s=scenario.restart_window_s
-        ),
-        coordinator=CoordinatorConfig(
-            heartbeat_ms=scenario.heartbeat_ns // MS,
-            lease_ms=scenario.lease_ms,
-            node_lease_ms=scenario.node_lease_ms,
-            disk_full_timeout_s=scenario.disk_full_timeout_s,
-        ),
-        store=StoreConfig(payload_gb=scenario.payload_gb if scenario.save_freq else 0.0),
-        trainer=TrainerConfig(
-            save_freq=scenario.save_freq, max_ckpt_to_keep=scenario.max_ckpt_to_keep
-        ),
-    )

@@ -42,7 +42,7 @@ class Made(NamedTuple):
 def made_of(scenario: Scenario, seed: int) -> Made:
     """Return all of an attempt; `seed`: that of the trajectory."""
     counts, tokens, logprobs, contexts = list[int](), b"", b"", list[tuple[int, ...]]()
-    turns = 1 + hash64(seed, "turns") % TURNS_MAX if scenario.call_semantics else 1
+    turns = 1 + hash64(seed, "turns") % TURNS_MAX if scenario.settings.has_environment else 1
     for turn in range(turns):
         own, room = turn_seed(seed, turn), scenario.lengths.limit - sum(counts)
         count = min(scenario.lengths.draw_length(own), room)
@@ -69,7 +69,7 @@ def context_of(seed: int, turn: int) -> tuple[int, ...]:
 
 def prompt_with(scenario: Scenario, purpose: str, row_index: int) -> tuple[int, ...]:
     """Return the prompt of a row, and what the environment says first."""
-    speaks = scenario.call_semantics and row_index % SPEAKS_FIRST == 0
+    speaks = scenario.settings.has_environment and row_index % SPEAKS_FIRST == 0
     return (*make_prompt(purpose, row_index), *(GREETING if speaks else ()))
 
 

@@ -1,6 +1,6 @@
 """A whole run in virtual time: coordinator, processes, network, disk, faults, checks; one seed.
 
-Reads   SimConfig, the seed
+Reads   Choices, the seed
 Gives   the run, event by event, until it has ended; raises Violation
 
 The coordinator's tick, log, codec, session and recovery, the actors' host, the node, the store, the
@@ -18,7 +18,7 @@ from laminar.events.base import Command, Stamped
 from laminar.names import exit_codes, ids
 from laminar.run.directory import CHECKPOINTS_DIR
 from laminar.storage.rules import Row
-from tools.simulator.config import SimConfig
+from tools.simulator.config import Choices
 from tools.simulator.context import Checks, Context, Faults, Process, Server
 from tools.simulator.coverage import Coverage
 from tools.simulator.machine.bulk import BulkNetwork
@@ -36,7 +36,7 @@ from tools.simulator.runtime.coordinator import SimCoordinator
 from tools.simulator.runtime.machines import Machines
 from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.runtime.violation import Violation
-from tools.simulator.scenario import actor_config, draw, seconds, stream
+from tools.simulator.scenario import draw, seconds, stream
 from tools.simulator.scheduler import SECOND, Scheduler
 
 FIRST_NODE = "node-0"
@@ -51,23 +51,24 @@ class World(Context):
 
     def __init__(
         self,
-        config: SimConfig,
+        choices: Choices,
         seed: int,
         make_checks: Callable[[World], Checks],
         make_faults: Callable[[World], Faults],
         observer: Observer | None = None,
     ) -> None:
-        self.scenario = draw(config, seed)
+        self.scenario = draw(choices, seed)
+        self.config = self.scenario.config
         self.scheduler = Scheduler()
-        self.network = Network(self.scheduler, stream(seed, "network"), self.scenario.delay_ms)
+        delay_ms = self.scenario.world.delay_ms
+        self.network = Network(self.scheduler, stream(seed, "network"), delay_ms)
         self.coverage = Coverage()
-        bytes_per_s = VERSION_BYTES / self.scenario.transfer_s
-        self.bulk = BulkNetwork(self, self.scenario.delay_ms, bytes_per_s)
+        bytes_per_s = VERSION_BYTES / self.scenario.world.transfer_s
+        self.bulk = BulkNetwork(self, delay_ms, bytes_per_s)
         self.arenas: dict[str, SimArena] = {}  #: arenas of all machines by path
         self.checks = make_checks(self)
         self.faults = make_faults(self)
         self.coordinator: SimCoordinator = SimCoordinator(self)
-        self.config = actor_config(self.scenario)
         self.machines = Machines(self)
         self.database = StoreDatabase(self)
         self.models: dict[str, ModelDirectory] = {}  #: models on the shared disk by path
@@ -81,14 +82,14 @@ class World(Context):
         self.rollouts = [p for p in self.processes.values() if p.role == "rollout"]
 
     def _make_processes(self) -> None:
-        nodes = [f"node-{index}" for index in range(self.scenario.nodes)]
+        nodes = [f"node-{index}" for index in range(self.scenario.world.nodes)]
         for node in nodes:
             self._make("node", node, node)
         for role in ("store", "trainer"):
             self._make(role, f"{role}-0", FIRST_NODE)
         for node in nodes:
             self._make("relay", ids.actor_name("relay", node, 0), node)
-        for number in range(self.scenario.replicas):
+        for number in range(self.scenario.config.rollout.replicas):
             node, index = nodes[number % len(nodes)], number // len(nodes)
             self._make("rollout", ids.actor_name("rollout", node, index), node)
 
@@ -115,7 +116,7 @@ class World(Context):
 
     def _run(self) -> str:
         self.begin()
-        quiet_ns = seconds(self.scenario.checks.quiet_s)
+        quiet_ns = seconds(self.scenario.world.checks.quiet_s)
         scheduler, checks, coordinator = self.scheduler, self.checks, self.coordinator
         step = scheduler.step
         while not coordinator.ended:
@@ -170,7 +171,7 @@ class World(Context):
             boot.loop.discard()
 
     def _must_not_be_endless(self) -> None:
-        calls, events, limit = self.scheduler.made, self.checks.events, self.scenario.checks
+        calls, events, limit = self.scheduler.made, self.checks.events, self.scenario.world.checks
         gauges = self.coverage.counts.get("event:TokenProgress", 0)  # they come with time
         if events - gauges > limit.events_max:
             what = f"the run does not end within {limit.events_max} events, gauges excluded"
@@ -180,8 +181,8 @@ class World(Context):
 
     def _stands_still(self) -> None:
         state = self.coordinator.state
-        phase = state.phase if state is not None else "none"
-        waits = ", ".join(sorted(state.commands)[:5]) if state is not None else ""
+        phase = state.run.phase if state is not None else "none"
+        waits = ", ".join(sorted(state.orders.commands)[:5]) if state is not None else ""
         quiet_s = (self.scheduler.now - self.checks.progress_ns) / SECOND
         what = f"nothing ended for {quiet_s:.0f} s in phase {phase}; outstanding: {waits}"
         raise Violation("progress", what)
@@ -221,10 +222,10 @@ class World(Context):
     def _trains(self) -> bool:
         """Return whether the trainer has loaded what it continues from."""
         state, trainer = self.coordinator.state, self.processes["trainer-0"]
-        actor = state.actors.get(trainer.name) if state is not None else None
+        actor = state.members.actors.get(trainer.name) if state is not None else None
         if state is None or actor is None or not trainer.alive or trainer.paused:
             return False
-        return actor.ready and not {keys.LOAD, keys.REPEAT} & state.commands.keys()
+        return actor.ready and not {keys.LOAD, keys.REPEAT} & state.orders.commands.keys()
 
     def machine_of(self, relay: str) -> SimMachine:
         """Return this relay's current view of its machine."""

@@ -54,14 +54,14 @@ def audit_run(run_dir: Path) -> Audit:
         found.problems.append(f"ledger: the log does not replay: {first.difference}")
         return found
     found.problems += ledger_problems(first.state, first.account)
-    if first.state.stopped:
-        live = first.state.ledger.trajectories.live
-        how = "paused" if first.state.paused else "stopped"
+    if first.state.run.stopped:
+        live = first.state.work.ledger.trajectories.live
+        how = "paused" if first.state.run.paused else "stopped"
         found.notes.append(f"the run is {how}: {live} trajectories continue when it resumes")
     store = _read_store(run_dir, first.account, found)
     lines, damaged = trainer_book.read_book(run_dir)
     found.problems += damaged
-    last = first if first.state.phase == Phase.ENDED else _read_log(run_dir)
+    last = first if first.state.run.phase == Phase.ENDED else _read_log(run_dir)
     latest = last.account
     if store is not None:
         found.bad_rewards = store.bad_rewards()

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import msgspec
 
 from laminar.core.context import COMMANDS_PER_EVENT_MAX
-from laminar.core.state.ledger import LedgerCounts
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
+from laminar.core.state.work import LedgerCounts
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -104,7 +104,7 @@ class Account:
         elif isinstance(event, ev.StepCompleted) and event.step_index in self.steps:
             step = self.steps[event.step_index]
             if (
-                event.step_index < state.steps_completed
+                event.step_index < state.steps.completed
             ):  # else the run had failed, and dropped the batch
                 step.completed = step.completed or event
         elif isinstance(event, ev.DataLoaded):
@@ -122,10 +122,10 @@ class Account:
         elif isinstance(command, cmd.EndTrajectories):
             self._asked[command_id] = command.endings
             self.commanded |= {ending.trajectory_id: ending for ending in command.endings}
-            ended = (state.groups.get(ending.group) for ending in command.endings)
+            ended = (state.work.groups.get(ending.group) for ending in command.endings)
             self.mixed |= {group.id for group in ended if group is not None and group.mixed}
         elif isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT:
-            for name in state.replicas[command.to].running:
+            for name in state.members.replicas[command.to].running:
                 self.sources[name].add((command.to, command.version))
         elif isinstance(command, cmd.TrainStep):
             self.steps[command.step_index] = OrderedStep(command)
@@ -136,7 +136,7 @@ class Account:
         rows = {row.trajectory_id: row for row in event.ended}
         for ending in self._asked.pop(event.command_id, ()):
             row = rows.get(ending.trajectory_id)
-            if row is not None and ending.trajectory_id not in state.trajectories:
+            if row is not None and ending.trajectory_id not in state.work.trajectories:
                 self.closed[ending.trajectory_id] = ClosedTrajectory(
                     ending, row.num_tokens, row.tokens_lost
                 )
@@ -166,7 +166,7 @@ class LedgerRow(NamedTuple):
 
 def ledger_rows(state: State) -> list[LedgerRow]:
     """Return the rows issued, trained, evaluated, one per drop reason, and live."""
-    books = (state.ledger.groups, state.ledger.trajectories, state.ledger.tokens)
+    books = (state.work.ledger.groups, state.work.ledger.trajectories, state.work.ledger.tokens)
     reasons = sorted({reason for book in books for reason in book.dropped})
     rows = [
         LedgerRow("issued", *(book.issued for book in books)),
@@ -182,7 +182,7 @@ def ledger_rows(state: State) -> list[LedgerRow]:
 
 def ledger_problems(state: State, account: Account) -> list[str]:
     """Return the differences between the coordinator's counters and the items they count."""
-    ledger = state.ledger
+    ledger = state.work.ledger
     groups = msgspec.structs.replace(ledger.groups, dropped=_sum_dropped(ledger.groups.dropped))
     problems = [
         *_compare_books("groups", groups, _group_book(account)),
@@ -190,11 +190,11 @@ def ledger_problems(state: State, account: Account) -> list[str]:
         *_compare_books("tokens", ledger.tokens, _token_book(state, account)),
     ]
     live = ledger_rows(state)[-1]
-    if state.phase == Phase.ENDED and any(live[1:]) and not state.stopped:
+    if state.run.phase == Phase.ENDED and any(live[1:]) and not state.run.stopped:
         problems.append(
             f"ledger: the run has ended with {live.groups} groups, {live.trajectories} "
             f"trajectories and {live.tokens} tokens live"
-            + (f"; it failed: {state.failure}" if state.failure else "")
+            + (f"; it failed: {state.run.failure}" if state.run.failure else "")
         )
     return problems
 
@@ -221,7 +221,7 @@ def _trajectory_book(account: Account) -> LedgerCounts:
 
 def _token_book(state: State, account: Account) -> LedgerCounts:
     """Count tokens: issued are those of ended trajectories and those known of live ones."""
-    book = LedgerCounts(issued=sum(t.num_tokens for t in state.trajectories.values()))
+    book = LedgerCounts(issued=sum(t.num_tokens for t in state.work.trajectories.values()))
     for closed in account.closed.values():
         book.issued += closed.num_tokens + closed.tokens_lost
         book.record_end(closed.ending.end, closed.ending.reason, closed.num_tokens)

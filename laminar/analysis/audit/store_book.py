@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from laminar.analysis.audit.ledger_book import Account
 from laminar.core.state.state import State
-from laminar.core.state.versions import step_of
 from laminar.names.ids import TrajectoryId
 from laminar.run.directory import STORE_FILE
 from laminar.storage import books
@@ -85,8 +84,8 @@ def store_problems(store: StoreBook, first: Account, latest: Account) -> list[st
 
 def removal_problems(store: StoreBook, state: State) -> list[str]:
     """Return the removed tokens that a trainer lost at the end of the log would need again."""
-    trained = state.trained
-    covered = min((step_of(state, version) for version in state.checkpoint_paths), default=0)
+    trained = state.steps.trained
+    covered = min(state.versions.saved_steps, default=0)
     if trained and trained[0].step_index > 0:  # the step of the oldest checkpoint
         covered = trained[0].step_index + 1
     return [

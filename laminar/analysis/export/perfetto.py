@@ -132,7 +132,7 @@ class TraceWriter:
         self._phase = ""
         self._evaluation: Span | None = None
         self._held: dict[str, list[int]] = {}  #: versions by relay
-        self._orders: dict[Span, CommandKey] = {}  #: open work and pulls, by key in state.commands
+        self._orders: dict[Span, CommandKey] = {}  #: open work and pulls, by key of the command
         self._publishing: dict[int, Span] = {}  #: by version
         self._scoring: dict[str, Span] = {}  #: by trajectory
         self._refused: dict[str, str] = {}  #: reason by replica
@@ -236,7 +236,7 @@ class TraceWriter:
     ) -> None:
         self._trace_versions(stamped, us, state)
         for span, key in list(self._orders.items()):
-            outstanding = state.commands.get(key)
+            outstanding = state.orders.commands.get(key)
             if outstanding is None or outstanding.cause == stamped.seq:
                 del self._orders[span]
                 self._tracks.end_span(span, us, event=stamped.seq, ended_by=get_tag(stamped.event))
@@ -269,7 +269,7 @@ class TraceWriter:
             if command.holder:
                 source["holder"] = command.holder
             self._begin_order(span, seq, us, name, source)
-            version = state.replicas[command.to].relay, VERSION, str(command.version)
+            version = state.members.replicas[command.to].relay, VERSION, str(command.version)
             if not (command.checkpoint or command.holder) and version in self._tracks:
                 self._tracks.add_arrow("pull", us, version, span)
 
@@ -282,22 +282,22 @@ class TraceWriter:
 
     def _trace_publish(self, trainer: str, version: int, us: float, state: State) -> None:
         """Open a span for weights that are handed over but not yet a version of the relay."""
-        known = version <= state.newest_version or version == state.owed_version
+        known = version <= state.versions.newest or version == state.versions.owed
         if not known and version not in self._publishing:  # else it was reported already
             span = self._publishing[version] = (trainer, PUBLISHING, str(version))
             self._tracks.begin_span(span, us, f"publish v{version}", event=state.seq)
 
     def _trace_versions(self, stamped: Stamped, us: float, state: State) -> None:
-        gone = [name for name in self._held if name not in state.relays]
-        for name in [*gone, *state.relays]:
+        gone = [name for name in self._held if name not in state.members.relays]
+        for name in [*gone, *state.members.relays]:
             before = self._held.get(name, [])
-            held = state.relays[name].held if name in state.relays else []
+            held = state.members.relays[name].held if name in state.members.relays else []
             if held != before:
                 self._held[name] = held
                 self._trace_held(name, before, held, us, state)
         for name in gone:
             del self._held[name]
-        for version in [v for v in self._publishing if v <= state.newest_version]:
+        for version in [v for v in self._publishing if v <= state.versions.newest]:
             self._tracks.end_span(self._publishing.pop(version), us, event=stamped.seq)
 
     def _trace_held(
@@ -309,11 +309,11 @@ class TraceWriter:
         for version in [v for v in held if v not in before]:
             span = relay, VERSION, str(version)
             self._tracks.begin_span(span, us, f"v{version}", event=state.seq)
-            place = state.relay_chain.index(relay)
+            place = state.members.relay_chain.index(relay)
             if not place:
                 self._link_publish(version, span, us)
-            elif version in self._held.get(state.relay_chain[place - 1], ()):
-                source = state.relay_chain[place - 1], VERSION, str(version)
+            elif version in self._held.get(state.members.relay_chain[place - 1], ()):
+                source = state.members.relay_chain[place - 1], VERSION, str(version)
                 self._tracks.add_arrow("broadcast", us, source, span)
 
     def _link_publish(self, version: int, span: Span, us: float) -> None:
@@ -326,18 +326,18 @@ class TraceWriter:
     # --- the coordinator, and what it refuses -----------------------------------------------------
 
     def _trace_coordinator(self, now: Moment, us: float, state: State) -> None:
-        if state.phase != self._phase:
+        if state.run.phase != self._phase:
             self._tracks.end_span((COORDINATOR, PHASE, self._phase), us, event=now.seq)
-            self._phase = state.phase
+            self._phase = state.run.phase
             self._tracks.begin_span(
-                (COORDINATOR, PHASE, self._phase), us, state.phase, event=now.seq
+                (COORDINATOR, PHASE, self._phase), us, state.run.phase, event=now.seq
             )
-        running = state.evaluation
+        running = state.evaluations.running
         span = (COORDINATOR, EVALUATION, str(running.index)) if running is not None else None
         if span == self._evaluation:
             return
         if self._evaluation is not None:
-            found = {str(e.index): f"{e.correct}/{e.total}" for e in state.evaluations}
+            found = {str(e.index): f"{e.correct}/{e.total}" for e in state.evaluations.results}
             result = found.get(self._evaluation[2], "")
             self._tracks.end_span(self._evaluation, us, event=now.seq, correct=result)
         if span is not None and running is not None:
@@ -397,7 +397,7 @@ class EngineTracks:
         if isinstance(stamped.event, ev.TokenProgress):
             self._trace_gauges(stamped.peer, stamped.event, us)
         for name in list(self._giving):
-            if name not in state.replicas or not state.replicas[name].outgoing:
+            if name not in state.members.replicas or not state.members.replicas[name].outgoing:
                 self._tracks.end_span(self._giving.pop(name), us, event=stamped.seq)
         for command in commands:
             if isinstance(command, cmd.ReleaseTrajectories):
@@ -406,7 +406,7 @@ class EngineTracks:
     def _trace_release(
         self, command: cmd.ReleaseTrajectories, seq: int, us: float, state: State
     ) -> None:
-        destination = state.progress[command.items[0].trajectory_id].destination
+        destination = state.repack.progress[command.items[0].trajectory_id].destination
         span = self._giving[command.to] = (command.to, MIGRATION, MIGRATION)
         self._tracks.begin_span(span, us, f"gives {len(command.items)} to {destination}", event=seq)
 

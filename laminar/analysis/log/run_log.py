@@ -33,8 +33,9 @@ from laminar.eventlog.record import (
 from laminar.eventlog.replay import Observer, Replay, decode_stamped, replay_records
 from laminar.eventlog.snapshot import Snapshot, read_snapshots
 from laminar.events import events as ev
-from laminar.events.base import Command, Stamped, WireError
+from laminar.events.base import Command, Stamped
 from laminar.events.codec import decode_command
+from laminar.events.families import WireError
 from laminar.names.ports import AppendFile, DiskError
 from laminar.run.command_line import shell_command
 from laminar.run.directory import EVENTS_DIR

@@ -19,8 +19,9 @@ from laminar.core.scheduling.admission import (
     find_not_admitted_reason,
 )
 from laminar.core.state.indexes import indexes_of
+from laminar.core.state.members import Replica
 from laminar.core.state.replica_index import Kind, Load
-from laminar.core.state.state import Replica, State
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -49,8 +50,10 @@ class StateIntervals:
         self.first_ns = self.first_ns or self._now
         if isinstance(stamped.event, ev.TokenProgress):
             return  # a gauge, which changes none of these conditions
-        over = state.phase in (Phase.STOPPING, Phase.ENDED)
-        live = () if over else (a.name for a in state.actors.values() if a.alive and a.ready)
+        over = state.run.phase in (Phase.STOPPING, Phase.ENDED)
+        live = (
+            () if over else (a.name for a in state.members.actors.values() if a.alive and a.ready)
+        )
         self._set_held("live", frozenset(("live", name) for name in live))
         held_back = self._update_replicas(state)
         self._set_held("", _of_run(state, held_back))
@@ -67,13 +70,13 @@ class StateIntervals:
             del self._filed[name]
             self._set_held(name, frozenset())
         for name, filed in index.filed.items():
-            replica = state.replicas[name]
+            replica = state.members.replicas[name]
             found = filed, not replica.running
             if not as_before or found != self._filed.get(name):
                 self._filed[name] = found
                 self._set_held(name, _of_replica(replica, reasons[filed[0]]))
         busy = any(kind.loading for kind in reasons) or any(
-            state.replicas[name].running for name in index.filed
+            state.members.replicas[name].running for name in index.filed
         )
         serving = {reason for kind, reason in reasons.items() if kind.serving}
         return not busy and serving == {NotAdmittedReason.STALENESS_BOUND}
@@ -100,8 +103,8 @@ class StateIntervals:
 
 
 def _of_run(state: State, held_back: bool) -> frozenset[Name]:
-    found: set[Name] = {("phase", state.phase)}
-    if state.batch is None and not {"publish", "export"} & state.commands.keys():
+    found: set[Name] = {("phase", state.run.phase)}
+    if state.steps.batch is None and not {"publish", "export"} & state.orders.commands.keys():
         found.add(("trainer-free",))
     if held_back:
         found.add(("bound",))

@@ -36,7 +36,7 @@ class ToolCallStats:
         event = stamped.event
         self._environment = state.settings.has_environment
         if isinstance(event, ev.TrajectoryStarted):
-            trajectory = state.trajectories.get(event.trajectory_id)
+            trajectory = state.work.trajectories.get(event.trajectory_id)
             if trajectory is not None and trajectory.placement == event.placement:
                 again = event.tokens_resumed > 0
                 self._read_again += (event.prompt_tokens + event.tokens_resumed) * again

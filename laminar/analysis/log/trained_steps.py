@@ -50,11 +50,11 @@ class _StepReader:
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         event = stamped.event
-        if isinstance(event, ev.StepCompleted) and state.steps_completed > self._steps:
+        if isinstance(event, ev.StepCompleted) and state.steps.completed > self._steps:
             self.completed.append(self._ordered[event.step_index])
-        self._steps = state.steps_completed
-        if state.newest_digest:
-            self.digests.setdefault(state.newest_version, state.newest_digest)
+        self._steps = state.steps.completed
+        if state.versions.newest_digest:
+            self.digests.setdefault(state.versions.newest, state.versions.newest_digest)
         for command in commands:
             if isinstance(command, cmd.TrainStep):
                 self._ordered[command.step_index] = command
@@ -74,10 +74,10 @@ def read_trained_steps(run_dir: Path) -> TrainedSteps:
         for command in reader.completed
     )
     return TrainedSteps(
-        first_step=state.first_step,
-        first_version=state.first_version,
-        first_digest=reader.digests.get(state.first_version, ""),
-        first_chain=state.origin.digest if state.origin is not None else "",
-        functions=state.function_digests,
+        first_step=state.data.first_step,
+        first_version=state.data.first_version,
+        first_digest=reader.digests.get(state.data.first_version, ""),
+        first_chain=state.data.origin.digest if state.data.origin is not None else "",
+        functions=state.steps.function_digests,
         steps=tuple(steps),
     )

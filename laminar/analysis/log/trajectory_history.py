@@ -170,7 +170,7 @@ class HistoryTracker:
         if not isinstance(event, ev.WeightsLoaded) or not state.settings.in_flight:
             return
         placed = {c.trajectory_id for c in commands if isinstance(c, cmd.GenerateTrajectory)}
-        for name, trajectory in state.trajectories.items():
+        for name, trajectory in state.work.trajectories.items():
             if name in placed or trajectory.status not in IN_ENGINE:
                 continue
             placement = self.open[name].placement
@@ -199,7 +199,7 @@ class HistoryTracker:
     def _record_turn(self, event: ev.TurnFinished, state: State) -> Iterator[Change]:
         """Record that another turn follows; only a change of replica counts as a move."""
         life = self.open.get(event.trajectory_id)
-        trajectory = state.trajectories.get(event.trajectory_id)
+        trajectory = state.work.trajectories.get(event.trajectory_id)
         if life is None or trajectory is None or life.finished is None:
             return
         generated = trajectory.status == TrajectoryStatus.GENERATED
@@ -212,7 +212,7 @@ class HistoryTracker:
         self, event: ev.TrajectoryStarted | ev.TrajectoryFinished, state: State, status: str
     ) -> TrajectoryHistory | None:
         """Return the history of the trajectory if the state accepted its event."""
-        trajectory = state.trajectories.get(event.trajectory_id)
+        trajectory = state.work.trajectories.get(event.trajectory_id)
         accepted = event.placement, status
         if trajectory is None or (trajectory.placement, trajectory.status) != accepted:
             return None
@@ -222,7 +222,7 @@ class HistoryTracker:
         self, now: Moment, event: ev.TrajectoryRewarded, state: State
     ) -> Iterator[Change]:
         life = self.open.get(event.trajectory_id)
-        trajectory = state.trajectories.get(event.trajectory_id)
+        trajectory = state.work.trajectories.get(event.trajectory_id)
         if life is None or trajectory is None or life.rewarded is not None:
             return
         if trajectory.reward_bits == event.reward_bits:  # still -1 if the sender is fenced
@@ -234,14 +234,14 @@ class HistoryTracker:
         self, now: Moment, event: ev.TrajectoriesEnded, state: State
     ) -> Iterator[Change]:
         for row in event.ended:
-            if row.trajectory_id not in state.trajectories and row.trajectory_id in self.open:
+            if row.trajectory_id not in state.work.trajectories and row.trajectory_id in self.open:
                 life = self.open.pop(row.trajectory_id)
                 life.ended, life.num_tokens = now, row.num_tokens
                 life.tokens_lost = row.tokens_lost
                 yield Change(Stage.ENDED, life)
 
     def _record_losses(self, now: Moment, state: State) -> Iterator[Change]:
-        for name in state.lost_trajectories:
+        for name in state.work.lost:
             life = self.open[name]
             if life.placement.left is None:
                 yield from _leave_placement(life, now, Stage.LOST)

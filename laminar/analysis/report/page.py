@@ -24,6 +24,7 @@ from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, Drawn, render_row
 from laminar.analysis.report.replica_series import Points
 from laminar.analysis.report.replicas_page import chart_replicas, render_repack
 from laminar.analysis.report.samples import Sample
+from laminar.events.reasons import RewardOutcome
 from laminar.run.command_line import shell_command
 
 SHOWN_CHARS = 4000  #: of a prompt or a response; `laminar samples` shows all of it
@@ -372,7 +373,7 @@ def _render_sample(sample: Sample) -> Iterator[str]:
         f'<p class="faint">{row.id}: {row.num_tokens} tokens{cut}, {sample.sampled_by} on '
         f"{escape(sample.sampled_on)}</p>"
     )
-    if row.reward_reason not in (None, "", "ok") or row.reward_detail:
+    if row.reward_reason not in (None, "", RewardOutcome.OK) or row.reward_detail:
         reason = f"{row.reward_reason} {row.reward_detail or ''}".strip()
         yield f'<div class="trouble">reward FAILED: {escape(reason)}</div>'
     if sample.extras:

@@ -16,8 +16,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from laminar.analysis.report.page_data import PageData
 from laminar.analysis.report.summary_lines import (
     first_to_last,
@@ -26,7 +24,7 @@ from laminar.analysis.report.summary_lines import (
     format_outcome,
     list_problems,
 )
-from laminar.config import Config, dump_config, known_keys
+from laminar.config import Config, dump_config, flatten_config
 
 NO_PROBLEMS = "No problems found"
 
@@ -199,22 +197,10 @@ def _render_settings(data: PageData, of: str) -> Iterator[str]:
     """Yield the settings that differ from the defaults, then all of them."""
     if data.config is None:
         return
-    default = _flatten_config(Config())
-    changed = {k: v for k, v in _flatten_config(data.config).items() if v != default[k]}
+    default = flatten_config(Config())
+    changed = {k: v for k, v in flatten_config(data.config).items() if v != default[k]}
     yield f"<h3>Settings{escape(of)} that are not the defaults</h3>"
     lines = (f"<code>{escape(key)} = {escape(json.dumps(v))}</code>" for key, v in changed.items())
     yield f'<div class="settings">{"".join(lines)}</div>'
     yield f"<details><summary>All settings{escape(of)} (config.toml)</summary>"
     yield f"<pre>{escape(dump_config(data.config))}</pre></details>"
-
-
-def _flatten_config(config: Config) -> dict[str, Any]:
-    """Return every setting by its dotted key."""
-    tree = msgspec.to_builtins(config)
-    found = {}
-    for key in known_keys():
-        value = tree
-        for part in key.split("."):
-            value = value[part]
-        found[key] = value
-    return found

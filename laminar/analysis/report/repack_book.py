@@ -87,7 +87,7 @@ class RepackStats:
         given = [item.trajectory_id for item in command.items]
         hand_over = Migration(
             command.to,
-            state.progress[given[0]].destination,
+            state.repack.progress[given[0]].destination,
             now,
             given=len(given),
             awaited=set(given),
@@ -102,10 +102,10 @@ class RepackStats:
     def _record_completion(self, now: Moment, stamped: Stamped, state: State) -> None:
         """Close the orders that are over; free the sources whose work has all started."""
         for source, hand_over in list(self._open.items()):
-            if hand_over.placed is None and keys.release_key(source) not in state.commands:
+            if hand_over.placed is None and keys.release_key(source) not in state.orders.commands:
                 hand_over.placed = now
                 hand_over.expired = isinstance(stamped.event, ev.TimerFired)
-            replica = state.replicas.get(source)
+            replica = state.members.replicas.get(source)
             if replica is None or not replica.outgoing:
                 hand_over.freed = now if replica is not None else None
                 del self._open[source]

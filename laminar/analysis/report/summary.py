@@ -49,7 +49,7 @@ from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.events.reasons import DropReason
+from laminar.events.reasons import DropReason, RewardOutcome
 from laminar.names.ids import Purpose, TrajectoryId
 from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
 from laminar.run.renames import write_whole
@@ -139,10 +139,12 @@ def summarize_replay(run: RunReplay) -> dict[str, Any]:
         **group_figures(account),
         "by_length": by_length(account),
         "lost_by": milestones.losses.why,
-        "warnings": state.warnings,
+        "warnings": state.signals.warnings,
         **_summarize_rewards(state, account),
         "calls": run.calls.compute_summary(run.run_dir),
-        "eval_by_prompt_length": by_prompt_length(run.run_dir, state.evaluations, account.rewarded),
+        "eval_by_prompt_length": by_prompt_length(
+            run.run_dir, state.evaluations.results, account.rewarded
+        ),
         "seed": state.settings.seed,
         **_compute_throughput(run.steps.values()),
         "nearly_empty_steps": utilization.nearly_empty_share(run.steps, milestones.slots),
@@ -158,7 +160,7 @@ def summarize_replay(run: RunReplay) -> dict[str, Any]:
 
 def _summarize_origin(state: State) -> dict[str, Any] | None:
     """Return the origin of a fork; None for another run."""
-    origin = state.origin
+    origin = state.data.origin
     if origin is None:
         return None
     kept = ("run", "step", "version", "digest")
@@ -167,27 +169,29 @@ def _summarize_origin(state: State) -> dict[str, Any] | None:
 
 def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
     """Return the outcome of the run, from the state at its end."""
-    evaluations = [describe_evaluation(result) for result in state.evaluations]
+    evaluations = [describe_evaluation(result) for result in state.evaluations.results]
     results = [result["share"] for result in evaluations]
-    trained = state.ledger.trajectories.trained
+    trained = state.work.ledger.trajectories.trained
     return {
-        "exit_code": state.exit_code if state.phase == Phase.ENDED else None,
-        "failure": state.failure,
-        "interrupted": state.draining and not (state.drained_for or state.paused),
-        "paused": state.paused,
+        "exit_code": state.run.exit_code if state.run.phase == Phase.ENDED else None,
+        "failure": state.run.failure,
+        "failure_kind": state.run.failed.kind if state.run.failed is not None else None,
+        "remedy": state.run.failed.kind.record.remedy if state.run.failed is not None else None,
+        "interrupted": state.run.draining and not (state.run.drain_failure or state.run.paused),
+        "paused": state.run.paused,
         "resumable": state.settings.keeps_checkpoints and not is_run_over(state),
         "forked_from": _summarize_origin(state),
-        "steps": state.steps_completed - state.first_step,
+        "steps": state.steps.completed - state.data.first_step,
         "eval_first": results[0] if results else None,
         "eval_last": results[-1] if results else None,
         "evaluations": evaluations,
         "weight_versions": len(milestones.published_ns),
-        "staleness_mean": state.staleness_sum / trained if trained else 0.0,
-        "staleness_max": state.staleness_max,
+        "staleness_mean": state.steps.staleness_sum / trained if trained else 0.0,
+        "staleness_max": state.steps.staleness_max,
         "trajectories_trained": trained,
-        "groups_dropped": dict(state.ledger.groups.dropped),
-        "trajectories_left_out": state.ledger.trajectories.dropped.get(DropReason.MISMATCH, 0),
-        "tokens_restarted": state.ledger.tokens.dropped.get("restarted", 0),
+        "groups_dropped": dict(state.work.ledger.groups.dropped),
+        "trajectories_left_out": state.work.ledger.trajectories.dropped.get(DropReason.MISMATCH, 0),
+        "tokens_restarted": state.work.ledger.tokens.dropped.get("restarted", 0),
         "coordinator_incarnations": milestones.coordinators,
     }
 
@@ -230,9 +234,9 @@ def _truncated_by(account: Account, name: TrajectoryId) -> str:
 
 def _summarize_rewards(state: State, account: Account) -> dict[str, Any]:
     """Return the outcome of scoring; logs of older releases are counted by their events."""
-    counted = state.rewards
+    counted = state.signals.rewards
     reasons = Counter(event.reason for event in account.rewarded.values())
-    failed = {reason: n for reason, n in reasons.items() if reason != "ok"}
+    failed = {reason: n for reason, n in reasons.items() if reason != RewardOutcome.OK}
     return {
         "reward_answers": counted.answers if counted else reasons.total(),
         "reward_errors": dict(counted.errors) if counted else failed,
@@ -385,7 +389,7 @@ def _read_pids(run_dir: Path, state: State) -> dict[str, int | None]:
         coordinator = json.loads((run_dir / COORDINATOR_FILE).read_text()).get("pid")
     except (OSError, ValueError, AttributeError):
         coordinator = None
-    return {"coordinator": coordinator} | {a.name: a.pid for a in state.actors.values()}
+    return {"coordinator": coordinator} | {a.name: a.pid for a in state.members.actors.values()}
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ def calls_line(found: Mapping[str, Any]) -> str:
 def list_problems(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield every problem that a reader must not overlook, one sentence each."""
     if summary["failure"]:
-        yield f"the run FAILED: {summary['failure']}"
+        yield f"the run FAILED: {summary['failure']}; to continue: {summary['remedy']}"
     if summary["interrupted"]:
         yield "stopped on request, before its last step"
     yield from summary["warnings"].values()

@@ -65,7 +65,7 @@ class IdleReport:
                 ]
                 self._work[stamped.seq] = _PeriodEnd(len(given), given[0])
         if now.seq <= self._seq or self._moments.seconds_since_start(now) <= self._seconds:
-            replica = state.replicas.get(self.name)
+            replica = state.members.replicas.get(self.name)
             self._asked = now
             if replica is not None:
                 self._running = f"{len(replica.running)} trajectories of v{replica.version}"

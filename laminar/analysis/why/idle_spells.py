@@ -18,7 +18,8 @@ from laminar.analysis.log.display import step_number
 from laminar.analysis.log.trajectory_history import Moment
 from laminar.core.scheduling.admission import NotAdmittedReason, find_not_admitted_reason
 from laminar.core.state import keys
-from laminar.core.state.state import Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from laminar.core.versions import load_sources
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -71,11 +72,11 @@ class IdleTracker:
         """Record one event; return the idle times that ended with it."""
         if isinstance(stamped.event, ev.TokenProgress):
             return []  # a gauge, which changes none of these reasons
-        for name in state.replicas.keys() - self.known.keys():
+        for name in state.members.replicas.keys() - self.known.keys():
             self.known[name] = now
         ended = []
         for name in self.known:
-            replica = state.replicas.get(name)
+            replica = state.members.replicas.get(name)
             if replica is not None and replica.running:
                 if idle := self.open.pop(name, None):
                     idle.end, idle.ended_by = now, stamped
@@ -91,9 +92,9 @@ class IdleTracker:
         if idle is None:
             idle = self.open[name] = IdlePeriod(name, now, stamped.event)
         reason = idle_reason(state, replica)
-        mark = state.batches_chosen if reason == NotAdmittedReason.STALENESS_BOUND else 0
+        mark = state.steps.chosen if reason == NotAdmittedReason.STALENESS_BOUND else 0
         if reason == PULLING:
-            mark = state.commands[keys.pull_key(name)].cause
+            mark = state.orders.commands[keys.pull_key(name)].cause
         last = idle.spells[-1] if idle.spells else None
         if last is None or (last.reason, last.mark) != (reason, mark):
             idle.spells.append(Spell(reason, now, _describe_reason(state, replica, reason), mark))
@@ -101,7 +102,7 @@ class IdleTracker:
 
 def idle_reason(state: State, replica: Replica | None) -> str:
     """Return the activity of an empty replica, or the reason why it gets no work."""
-    if replica is None or not state.is_actor_alive(replica.name):
+    if replica is None or not state.members.is_actor_alive(replica.name):
         return DOWN
     if replica.loading:
         return PULLING
@@ -117,25 +118,25 @@ def _describe_reason(state: State, replica: Replica | None, reason: str) -> str:
     if reason == PULLING:
         return _describe_pull(state, replica)
     if reason == NO_WEIGHTS:
-        none_here = state.newest_for(replica) < 0
+        none_here = state.members.newest_for(replica) < 0
         held = "its relay has none yet" if none_here else "it rejected what it loaded"
         return f"it has no weights: {held}"
     if reason == NotAdmittedReason.STALENESS_BOUND:
         return _describe_bound(state, replica.step) + _describe_newer(state, replica)
     if reason == NotAdmittedReason.NO_DATA:
-        left = sum(state.deadlines.values())
+        left = sum(state.work.deadlines.values())
         return f"the run needs no more groups: {left} are under way for the last batches"
     if reason == NotAdmittedReason.REPACKED:
         count = len(replica.outgoing)
         return f"{count} trajectories migrated away from it have not started elsewhere yet"
     if reason == NotAdmittedReason.RUN_ENDING:
-        phase = "draining, as requested" if state.draining else state.phase
+        phase = "draining, as requested" if state.run.draining else state.run.phase
         return f"the run is {phase}"
     return "nothing prevents new work"
 
 
 def _describe_pull(state: State, replica: Replica) -> str:
-    outstanding = state.commands[keys.pull_key(replica.name)]
+    outstanding = state.orders.commands[keys.pull_key(replica.name)]
     order = outstanding.command
     assert isinstance(order, cmd.PullWeights)
     wanted = f"v{order.version}" if order.exact else f"v{order.version} or newer"
@@ -153,13 +154,13 @@ def source_of(state: State, order: cmd.PullWeights) -> str:
     place = order.holder or order.checkpoint
     if not place:
         return ""
-    replica, taken, others = state.replicas[order.to], "", []
+    replica, taken, others = state.members.replicas[order.to], "", []
     for source in load_sources.list_sources(state, replica, order.version):
-        ms = load_sources.estimate_ms(source, state.version_bytes)
+        ms = load_sources.estimate_ms(source, state.versions.num_bytes)
         known = f"about {ms / 1000:.1f} s" if ms >= 0 else "unknown time"
         if source.name == place:
             taken = known
-        elif source.name in state.failed_sources:
+        elif source.name in state.versions.failed_sources:
             others.append(f"{source.name}: failed")
         else:
             others.append(f"{source.name}: {known}")
@@ -172,16 +173,16 @@ def _describe_bound(state: State, step: int) -> str:
     mine = step + state.settings.max_staleness
 
     def fit(deadline: int) -> int:
-        return state.settings.groups_per_step * (deadline - state.batches_chosen + 1)
+        return state.settings.groups_per_step * (deadline - state.steps.chosen + 1)
 
     def there(deadline: int) -> int:
-        return sum(n for due, n in state.deadlines.items() if due <= deadline)
+        return sum(n for due, n in state.work.deadlines.items() if due <= deadline)
 
-    later = [due for due in state.deadlines if due >= mine]
+    later = [due for due in state.work.deadlines if due >= mine]
     tightest = min([mine, *later], key=lambda due: (fit(due) - there(due), due))
     return (
         f"a new group with its weights (after {step} steps) is due by step {step_number(mine)}; "
-        f"the next batch is that of step {step_number(state.batches_chosen)}, so "
+        f"the next batch is that of step {step_number(state.steps.chosen)}, so "
         f"{max(fit(tightest), 0)} groups fit by step {step_number(tightest)}, and "
         f"{there(tightest)} exist already"
     )
@@ -189,12 +190,12 @@ def _describe_bound(state: State, step: int) -> str:
 
 def _describe_newer(state: State, replica: Replica) -> str:
     """Describe the state of the newer weights that the replica needs."""
-    making = state.commands.get(keys.TRAIN)
-    if state.newest_for(replica) > replica.version or making is None:
+    making = state.orders.commands.get(keys.TRAIN)
+    if state.members.newest_for(replica) > replica.version or making is None:
         return ""
-    if state.newest_version > replica.version:
-        return f"; v{state.newest_version} is published but has not reached {replica.relay} yet"
-    step = state.batch.step_index if state.batch else state.steps_completed
+    if state.versions.newest > replica.version:
+        return f"; v{state.versions.newest} is published but has not reached {replica.relay} yet"
+    step = state.steps.batch.step_index if state.steps.batch else state.steps.completed
     return (
         f"; its relay has nothing newer than v{replica.version}, and the trainer has been "
         f"working on step {step_number(step)} since #{making.cause}"

@@ -78,7 +78,7 @@ class PlacementChanges:
         if self._lost is not None:
             self._watch_lost_work(stamped, state)
             self._note_sources(commands, state)
-        trajectory = state.trajectories.get(self.name)
+        trajectory = state.work.trajectories.get(self.name)
         if trajectory is not None:
             self._looks.record_event(now, stamped, commands, state, {trajectory.replica})
 
@@ -116,7 +116,7 @@ class PlacementChanges:
 
     def _watch_lost_work(self, stamped: Stamped, state: State) -> None:
         """Note whether a batch gave up on the lost work, and whether the resume timer fired."""
-        trajectory = state.trajectories.get(self.name)
+        trajectory = state.work.trajectories.get(self.name)
         self._restart = self._restart or (trajectory is not None and trajectory.restart)
         self._waited = self._waited or _get_timer(stamped) == keys.resume_timer(self.name)
 

@@ -27,8 +27,9 @@ from laminar.core.repack.stragglers import (
 )
 from laminar.core.scheduling.admission import first_share, groups_wanted
 from laminar.core.state import keys
-from laminar.core.state.state import Replica, State
-from laminar.core.state.straggler_load import NotStragglerReason, StayReason, StragglerLoad
+from laminar.core.state.members import Replica
+from laminar.core.state.migrations import NotStragglerReason, StayReason, StragglerLoad
+from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -94,8 +95,8 @@ class RepackDecisions:
             return
         released = {c.to for c in commands if isinstance(c, cmd.ReleaseTrajectories)}
         found = find_stragglers(state)
-        for name in names & state.replicas.keys():
-            replica = state.replicas[name]
+        for name in names & state.members.replicas.keys():
+            replica = state.members.replicas[name]
             if not replica.running:
                 continue
             mine = next((s for s in found.get(replica.version, ()) if s.name == name), None)
@@ -110,7 +111,7 @@ def _is_decision_time(stamped: Stamped, state: State) -> bool:
     if not isinstance(stamped.event, ev.TimerFired | ev.WeightsPublished):
         return False
     next_ns = stamped.time_ns + state.settings.repack_interval_ms * 1_000_000
-    return state.timers.get(keys.REPACK) == next_ns
+    return state.orders.timers.get(keys.REPACK) == next_ns
 
 
 def _find_reason(
@@ -125,7 +126,7 @@ def _find_reason(
     """
     if replica.outgoing:
         return "given"
-    if replica.loading or not state.is_actor_alive(replica.name):
+    if replica.loading or not state.members.is_actor_alive(replica.name):
         return "loading"
     if reason := find_not_straggler_reason(state, replica) or find_not_emptied_reason(
         state, replica
@@ -163,14 +164,14 @@ def _describe_reason(
     if reason == StayReason.RECEIVES:
         return f"{len(replica.incoming)} incoming"
     if reason == StayReason.WEIGHTS_NOT_HERE:
-        held = state.newest_for(replica)
-        return f"v{state.newest_version} was published, {replica.relay} had v{held}"
+        held = state.members.newest_for(replica)
+        return f"v{state.versions.newest} was published, {replica.relay} had v{held}"
     if reason == StayReason.NO_NEWER_WEIGHTS:
-        return f"v{state.newest_version} was the newest"
+        return f"v{state.versions.newest} was the newest"
     if reason == "bound":
         room, needed = within_bound(state), first_share(state)
         return f"room for {max(room, 0)} with the newest weights, a replica's share is {needed}"
-    found = (state.trajectories[t] for t in replica.running)
+    found = (state.work.trajectories[t] for t in replica.running)
     return next((t.id for t in found if find_not_migrated_reason(state, t) == reason), "")
 
 

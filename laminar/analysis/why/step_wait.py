@@ -69,7 +69,7 @@ class StepWait:
             self._idle[idle.replica, now.seq] = idle
         if isinstance(stamped.event, ev.WeightsPublished):
             self._published.setdefault(stamped.event.version, now)
-        for group in state.ready:
+        for group in state.work.ready:
             self._complete.setdefault(group, now)
         self._follow_trainer(now, stamped, commands, state)
 
@@ -196,27 +196,26 @@ def _rewarded_seq(life: TrajectoryHistory) -> int:
 def _find_trainer_wait_reason(state: State) -> TrainerWaitReason | None:
     """Return the reason why a ready trainer is not training; None while it trains."""
     trainer = live_actor(state, Role.TRAINER)
-    if trainer is None or not trainer.ready or state.batch is not None:
+    if trainer is None or not trainer.ready or state.steps.batch is not None:
         return None
-    if state.phase == Phase.STARTING:
+    if state.run.phase == Phase.STARTING:
         return "start"
-    if keys.PUBLISH in state.commands:
+    if keys.PUBLISH in state.orders.commands:
         return "publish"
     if not batch_size(state):
         return "groups"
-    return "strategy" if keys.PROPOSE in state.commands else "staleness-bound"
+    return "strategy" if keys.PROPOSE in state.orders.commands else "staleness-bound"
 
 
 def _trainer_detail(state: State, reason: TrainerWaitReason) -> str:
     if reason == "start":
         return "the first weights were not published yet"
     if reason == "publish":
-        return f"v{state.owed_version} had to be published first"
+        return f"v{state.versions.owed} had to be published first"
     if reason == "groups":
-        ready, needed = len(state.ready), state.settings.groups_per_step
-        return (
-            f"{ready} of {needed} groups were complete, {sum(state.deadlines.values())} were open"
-        )
+        ready, unfinished = len(state.work.ready), sum(state.work.deadlines.values())
+        needed = state.settings.groups_per_step
+        return f"{ready} of {needed} groups were complete, {unfinished} were open"
     if reason == "strategy":
         return "the batch strategy had not answered yet"
     return "training the complete groups now would have made another group too stale"

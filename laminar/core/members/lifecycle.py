@@ -1,7 +1,7 @@
 """The run as a whole: starting, running, exporting, the final evaluation, ending, stopping.
 
 Reads   readiness of actors, completed steps, DrainRequested, ModelExported
-Writes  state.phase, state.draining, state.drain_failure, state.failed, state.exit_code
+Writes  state.run; state.versions.export
 Emits   PublishWeights (version 0), ExportModel; SaveCheckpoint and StopActor through pausing.py
 
 Each phase ends by an event that has an owner and a deadline. An unrecoverable failure ends the run
@@ -19,7 +19,7 @@ from laminar.core.registry import handles
 from laminar.core.scheduling import groups
 from laminar.core.scheduling.admission import groups_wanted
 from laminar.core.state import keys
-from laminar.core.state.failures import FailureKind
+from laminar.core.state.failures import Failure, FailureKind
 from laminar.core.state.indexes import live_actor, master_relay, working_trainer
 from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase
@@ -30,7 +30,6 @@ from laminar.core.versions import broadcast, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, EndKind
-from laminar.names import exit_codes
 from laminar.names.roles import Role
 
 DATA = "data"  #: the subject of failures of the prompts
@@ -40,27 +39,24 @@ EXPORT_TIMEOUT_MS = 1_800_000
 
 def plan_phase(ctx: Context) -> bool:
     """Move the run to its next phase if its condition holds; return whether it did."""
-    if ctx.state.pausing:
+    if ctx.state.run.pausing:
         return pausing.plan_pause(ctx)
-    plan = _PLANS.get(ctx.state.phase)
+    plan = _PLANS.get(ctx.state.run.phase)
     return plan is not None and plan(ctx)
 
 
 def end_failed_run(ctx: Context) -> None:
-    """End the run if the event has shown that it failed.
+    """End the run if the event has shown that it failed, or stop it if it can be resumed.
 
-    A pausing run that loses its processes pauses at once instead: they leave for the same
-    reason. A mistake of the user that shows after the start can be corrected: the run stops."""
+    A pausing run that loses its processes pauses at once instead."""
     if ctx.failure is None:
         return
-    (failed, exit_code), ctx.failure = ctx.failure, None
-    if ctx.state.pausing and failed.kind in pausing.LOSS_FAILURES:
-        return pausing.pause_run(ctx)
-    if exit_code == exit_codes.USER_ERROR and pausing.stays_open(ctx.state, drained=False):
-        return pausing.stop_failed_run(ctx, failed, exit_code)
-    ctx.state.failed, ctx.state.exit_code = failed, exit_code
-    if failed.kind in pausing.RESUMABLE_FAILURES and pausing.stays_open(ctx.state, drained=False):
-        return pausing.stop_run(ctx, exit_code)
+    failed, ctx.failure = ctx.failure, None
+    if ctx.state.run.pausing and failed.kind.record.loss:
+        return pausing.stop_run(ctx)
+    ctx.state.run.failed = failed
+    if failed.kind.record.resumable and pausing.stays_open(ctx.state, drained=False):
+        return pausing.stop_run(ctx)
     _start_ending(ctx)
 
 
@@ -69,18 +65,18 @@ def end_flat_data(ctx: Context) -> None:
     state, batches = ctx.state, ctx.state.settings.filter_batches
     limit = batches * state.settings.groups_per_step
     if (
-        0 < limit <= state.flat_groups_in_row
-        and state.phase == Phase.RUNNING
-        and not state.draining
+        0 < limit <= state.signals.flat_groups_in_row
+        and state.run.phase == Phase.RUNNING
+        and not state.run.draining
     ):
         _drain_flat(ctx, f"algorithm.filter_groups.max_num_gen_batches = {batches} batches")
 
 
 def _drain_flat(ctx: Context, limit: str) -> None:
-    state = ctx.state
+    state, signals = ctx.state, ctx.state.signals
     what = (
-        f"no two responses differ in any of the last {state.flat_groups_in_row} groups, "
-        f"{state.flat_correct_in_row} of them all correct, by algorithm.filter_groups.metric = "
+        f"no two responses differ in any of the last {signals.flat_groups_in_row} groups, "
+        f"{signals.flat_correct_in_row} of them all correct, by algorithm.filter_groups.metric = "
         f"{state.settings.filter_metric} ({limit}): give prompts that are neither too easy nor too "
         "hard, or set algorithm.filter_groups.enable = false"
     )
@@ -102,15 +98,16 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
         if not pausing.begin_pause(ctx, event.response_timeout_ms):
             ctx.ignore("run-ending")
         return
-    repeat = state.draining and not state.pausing
+    repeat = state.run.draining and not state.run.pausing
     pausing.end_pause(ctx)
-    state.draining = True
+    state.run.draining = True
     if event.at_once and pausing.stays_open(state, drained=repeat):
-        pausing.stop_immediately(ctx, event.reason)
-    elif event.at_once or (state.phase == Phase.STARTING and not repeat):
-        early = state.phase == Phase.STARTING
+        state.run.failed = Failure(FailureKind.STOPPED, event.reason, ctx.stamped.seq)
+        pausing.stop_run(ctx)
+    elif event.at_once or (state.run.phase == Phase.STARTING and not repeat):
+        early = state.run.phase == Phase.STARTING
         kind = FailureKind.STOPPED_EARLY if early else FailureKind.STOPPED
-        if not fail_run(ctx, kind, pausing.RUN, event.reason, exit_code=130) and repeat:
+        if not fail_run(ctx, kind, event.reason) and repeat:
             ctx.ignore("run-ending")
     elif repeat:
         ctx.ignore("repeat")
@@ -118,17 +115,17 @@ def on_drain_requested(ctx: Context, event: ev.DrainRequested) -> None:
 
 @handles(ev.ModelExported, valid=accept_any)
 def on_model_exported(ctx: Context, event: ev.ModelExported) -> None:
-    ordered = ctx.end_command(keys.EXPORT) if event.version == ctx.state.export_version else None
+    ordered = ctx.end_command(keys.EXPORT) if event.version == ctx.state.versions.export else None
     if ordered is None:
         return ctx.ignore("not-exporting")
-    ctx.state.export_path = event.path
+    ctx.state.versions.export_path = event.path
     publishing.expect_version(ctx, event.version, ordered.cause)
 
 
 @handles(ev.TrainingWarning, valid=accept_any)
 def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
     """Remember a warning, so that it is given once; nothing depends on it."""
-    ctx.state.warnings[event.kind] = event.text
+    ctx.state.signals.warnings[event.kind] = event.text
 
 
 def handle_start_timeout(ctx: Context) -> None:
@@ -137,9 +134,9 @@ def handle_start_timeout(ctx: Context) -> None:
     has_trainer, has_head = live_actor(state, Role.TRAINER), master_relay(state)
     present = {
         Role.STORE: _is_role_ready(state, Role.STORE),
-        Role.RELAY: has_head or (state.relays and not has_trainer),
+        Role.RELAY: has_head or (state.members.relays and not has_trainer),
         Role.TRAINER: _is_role_ready(state, Role.TRAINER),
-        Role.ROLLOUT: state.replicas,
+        Role.ROLLOUT: state.members.replicas,
     }
     missing = [role for role in present if not present[role]]
     waited = ", ".join(missing) or "the first weights to be published"
@@ -153,7 +150,7 @@ def _is_role_ready(state: State, role: Role) -> bool:
 
 def _plan_starting(ctx: Context) -> bool:
     state = ctx.state
-    if state.newest_version >= 0:
+    if state.versions.newest >= 0:
         if broadcast.can_work(state):
             ctx.clear_timer(keys.START)
         move_run(state, "publish")
@@ -161,10 +158,10 @@ def _plan_starting(ctx: Context) -> bool:
         return True
     trainer = working_trainer(state)
     all_ready = _is_role_ready(state, Role.STORE) and master_relay(state) is not None
-    if not all_ready or trainer is None or keys.PUBLISH in state.commands:
+    if not all_ready or trainer is None or keys.PUBLISH in state.orders.commands:
         return False
-    version, step = state.first_version, state.first_step
-    state.next_version = version + 1
+    version, step = state.data.first_version, state.data.first_step
+    state.versions.next = version + 1
     ctx.issue_command(
         cmd.PublishWeights(to=trainer.name, version=version, step=step), key=keys.PUBLISH
     )
@@ -174,13 +171,13 @@ def _plan_starting(ctx: Context) -> bool:
 def _plan_running(ctx: Context) -> bool:
     """Finish when the steps are done, the data has ended, or the user asked to stop."""
     state = ctx.state
-    if state.batch is not None:
+    if state.steps.batch is not None:
         return False
-    if state.draining:
+    if state.run.draining:
         _drop_leftovers(ctx)
     elif not batching.are_steps_done(state) and not _end_data(ctx):
         return False
-    elif state.steps_completed == state.first_step and state.flat_groups_in_row:
+    elif state.steps.completed == state.data.first_step and state.signals.flat_groups_in_row:
         _drain_flat(ctx, "the data has ended, and nothing was trained")
     move_run(state, "finish")
     ctx.touch_all()
@@ -192,34 +189,36 @@ def _end_data(ctx: Context) -> bool:
     state = ctx.state
     if groups_wanted(state) > 0 or state.settings.total_steps:
         return False
-    if sum(state.deadlines.values()) > len(state.ready):
+    if sum(state.work.deadlines.values()) > len(state.work.ready):
         return False  # some groups are unfinished
-    if state.ready and batching.batch_size(state):
+    if state.work.ready and batching.batch_size(state):
         return False
-    for group_id in list(state.ready):
-        groups.drop_group(ctx, state.groups[group_id], DropReason.END_OF_DATA)
+    for group_id in list(state.work.ready):
+        groups.drop_group(ctx, state.work.groups[group_id], DropReason.END_OF_DATA)
     return True
 
 
 def _plan_exporting(ctx: Context) -> bool:
     state = ctx.state
-    if state.batch is not None or _ensure_publishing(ctx):
+    if state.steps.batch is not None or _ensure_publishing(ctx):
         return False
-    if state.export_version < 0:
+    if state.versions.export < 0:
         trainer = working_trainer(state)
-        if trainer is None or state.newest_version < publishing.last_made(state):
+        if trainer is None or state.versions.newest < publishing.last_made(state):
             return False  # the trainer returns, or the last step's weights are on their way
-        state.export_version = state.next_version
-        state.next_version += 1
+        state.versions.export = state.versions.next
+        state.versions.next += 1
         ctx.issue_command(
-            cmd.ExportModel(to=trainer.name, version=state.export_version, step=state.newest_step),
+            cmd.ExportModel(
+                to=trainer.name, version=state.versions.export, step=state.versions.newest_step
+            ),
             key=keys.EXPORT,
             timeout_ms=EXPORT_TIMEOUT_MS,
         )
         return True
-    if state.newest_version < state.export_version:
+    if state.versions.newest < state.versions.export:
         return False
-    if state.num_eval and not state.draining:
+    if state.data.num_eval and not state.run.draining:
         move_run(state, "evaluate")
         ctx.touch_all()
     else:
@@ -230,7 +229,7 @@ def _plan_exporting(ctx: Context) -> bool:
 def _ensure_publishing(ctx: Context) -> bool:
     """Return whether the trainer is about to publish weights; order a republish if one is due."""
     state = ctx.state
-    if keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
+    if keys.PUBLISH in state.orders.commands or keys.EXPORT in state.orders.commands:
         return True
     if not publishing.is_republish_due(state):
         return False
@@ -240,11 +239,13 @@ def _ensure_publishing(ctx: Context) -> bool:
 
 def _final_evaluation(ctx: Context) -> bool:
     state = ctx.state
-    if state.export_version < 0:
+    if state.versions.export < 0:
         move_run(state, "repeat export")
         return True
-    finished = any(r.final and r.version == state.export_version for r in state.evaluations)
-    if not finished and not state.draining:
+    finished = any(
+        r.final and r.version == state.versions.export for r in state.evaluations.results
+    )
+    if not finished and not state.run.draining:
         _ensure_publishing(ctx)  # the trainer's machine may have lost its copy
         return False
     _start_ending(ctx)
@@ -253,27 +254,29 @@ def _final_evaluation(ctx: Context) -> bool:
 
 def _start_ending(ctx: Context) -> None:
     state = ctx.state
-    if state.drain_failure:
-        state.failed, state.exit_code = state.drain_failure, 1
+    if state.run.drain_failure:
+        state.run.failed = state.run.drain_failure
     pausing.end_pause(ctx)
     move_run(state, "end")
     ctx.clear_timer(keys.BATCH_TIMEOUT)
     ctx.clear_timer(keys.START)
-    if state.batch is not None:  # only in a failed run: a lost trainer's batch is not trained
+    if state.steps.batch is not None:  # only in a failed run: a lost trainer's batch is not trained
         ctx.end_command(keys.TRAIN)
-        for group_id in state.batch.groups:
-            groups.end_group(ctx, state.groups[group_id], EndKind.DROPPED, DropReason.RUN_ENDED, -1)
-        state.batch = None
+        for group_id in state.steps.batch.groups:
+            groups.end_group(
+                ctx, state.work.groups[group_id], EndKind.DROPPED, DropReason.RUN_ENDED, -1
+            )
+        state.steps.batch = None
     _drop_leftovers(ctx)
-    state.evaluation, state.evaluation_due = None, -1
+    state.evaluations.running, state.evaluations.due = None, -1
     plan_phase(ctx)
 
 
 def _drop_leftovers(ctx: Context) -> None:
-    for group in list(ctx.state.groups.values()):
+    for group in list(ctx.state.work.groups.values()):
         if group.status in (GroupStatus.OPEN, GroupStatus.READY):
             groups.drop_group(ctx, group, DropReason.RUN_ENDED)
-    ctx.state.evaluation = None
+    ctx.state.evaluations.running = None
 
 
 def _plan_ending(ctx: Context) -> bool:
@@ -282,11 +285,12 @@ def _plan_ending(ctx: Context) -> bool:
     A store that is being restarted is awaited."""
     state = ctx.state
     writing = ctx.endings or any(
-        isinstance(found.command, cmd.EndTrajectories) and keys.deadline_timer(key) in state.timers
-        for key, found in state.commands.items()
+        isinstance(found.command, cmd.EndTrajectories)
+        and keys.deadline_timer(key) in state.orders.timers
+        for key, found in state.orders.commands.items()
     )
     can_write = writing and live_actor(state, Role.STORE) is not None
-    if state.groups and (can_write or store_orders.is_store_awaited(state)):
+    if state.work.groups and (can_write or store_orders.is_store_awaited(state)):
         return False
     move_run(state, "stop")
     pausing.stop_all_actors(ctx)
@@ -294,14 +298,14 @@ def _plan_ending(ctx: Context) -> bool:
 
 
 def _plan_stopping(ctx: Context) -> bool:
-    if any(isinstance(o.command, cmd.StopActor) for o in ctx.state.commands.values()):
+    if any(isinstance(o.command, cmd.StopActor) for o in ctx.state.orders.commands.values()):
         return False
     move_run(ctx.state, "stopped")
-    if ctx.state.stopped:
+    if ctx.state.run.stopped:
         return True
-    for key in list(ctx.state.commands):
+    for key in list(ctx.state.orders.commands):
         ctx.end_command(key)
-    for name in list(ctx.state.timers):
+    for name in list(ctx.state.orders.timers):
         ctx.clear_timer(name)
     return True
 

@@ -2,7 +2,7 @@
 
 Reads   ActorJoined, ReplicaReady, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent,
         NodeRecovered
-Writes  state.actors, state.replicas
+Writes  state.members.actors, state.members.replicas
 Emits   AcceptActor, RefuseActor, and through recovery and relays whatever a loss calls for
 
 An actor is (name, incarnation). Each start of its process gets the next incarnation, so events
@@ -35,8 +35,10 @@ from laminar.core.state.indexes import (
     end_actor,
     find_trainer,
     indexes_of,
-)  # fmt: skip
-from laminar.core.state.state import ActorState, RepackState, Replica, State
+)
+from laminar.core.state.members import ActorState, Replica
+from laminar.core.state.migrations import RepackState
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.steps import step_replay
 from laminar.core.validation import COUNT_MAX, accept_any
@@ -46,6 +48,7 @@ from laminar.events import events as ev
 from laminar.names.roles import ACTOR_ROLES, ROLE_TABLE, Loss, Place, Role
 
 REPLACED = "another process has its place"
+OTHER_NODE = "{} was lost or replaced since it has started this process"
 FORMER_MAX = 4
 """The boots remembered per node: after a network cut, the hello of an ended one comes soon."""
 
@@ -54,7 +57,7 @@ FORMER_MAX = 4
 def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
     """Give a new process the next incarnation; the process that had its name before is lost."""
     state = ctx.state
-    known = state.actors.get(event.name)
+    known = state.members.actors.get(event.name)
     if known is not None and known.boot_id == event.boot_id:
         return ctx.ignore("repeat")
     refusal = _find_refusal_reason(ctx, event)
@@ -78,7 +81,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
 
 def _await_engine(ctx: Context, actor: ActorState) -> None:
     """Watch the start of a replica's engine."""
-    if ctx.state.newest_version >= 0:
+    if ctx.state.versions.newest >= 0:
         ctx.clear_timer(keys.START)  # the start waited for nothing else
     ctx.set_timer(keys.progress_timer(actor.name), ctx.state.settings.engine_start_ms)
 
@@ -96,7 +99,7 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
         return
     replica = Replica(
         name=name,
-        relay=broadcast.name_of(Role.RELAY, state.actors[name].node),
+        relay=broadcast.name_of(Role.RELAY, state.members.actors[name].node),
         capacity=event.max_num_seqs,
         progress_ns=ctx.stamped.time_ns,
     )
@@ -105,7 +108,10 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
             max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens
         )
     add_replica(state, replica)
-    if replica.relay not in state.relays and keys.rejoin_timer(replica.relay) not in state.timers:
+    if (
+        replica.relay not in state.members.relays
+        and keys.rejoin_timer(replica.relay) not in state.orders.timers
+    ):
         ctx.set_timer(keys.rejoin_timer(replica.relay), state.settings.start_timeout_ms)
     ctx.set_timer(keys.progress_timer(name), state.settings.stall_ms)
     ctx.touch_replica(name)
@@ -114,12 +120,12 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
 def _create_actor(state: State, event: ev.ActorJoined, known: ActorState | None) -> ActorState:
     """Create the actor of a joining process; `known` is the earlier process of its name."""
     if event.start:
-        state.start_numbers[event.name] = event.start
+        state.members.start_numbers[event.name] = event.start
     elif known is not None:
-        former = *state.former_boot_ids.get(event.name, ()), known.boot_id
-        state.former_boot_ids[event.name] = former[-FORMER_MAX:]
-    incarnation = state.next_incarnation
-    state.next_incarnation += 1
+        former = *state.members.former_boot_ids.get(event.name, ()), known.boot_id
+        state.members.former_boot_ids[event.name] = former[-FORMER_MAX:]
+    incarnation = state.members.next_incarnation
+    state.members.next_incarnation += 1
     return ActorState(
         name=event.name,
         role=Role(event.role),
@@ -140,7 +146,7 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str | None:
     one = ROLE_TABLE[event.role].place == Place.EACH
     if one and event.name != broadcast.name_of(event.role, event.node):
         return f"{event.name!r} is not the name of the {event.role} of {event.node!r}"
-    known = ctx.state.actors.get(event.name)
+    known = ctx.state.members.actors.get(event.name)
     if _has_ended(ctx.state, event, known):
         return REPLACED
     if known is not None and known.role != event.role:
@@ -150,7 +156,7 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str | None:
     if broadcast.is_run_ending(ctx.state) and not _can_join_late(ctx.state, event):
         return "the run is ending"
     if not _is_of_its_node(ctx.state, event):
-        return f"{event.node} was lost or replaced since it has started this process"
+        return OTHER_NODE.format(event.node)
     first = find_trainer(ctx.state) if event.role == Role.TRAINER else None
     if first is None or not step_replay.may_be_lost(ctx.state, first.name):
         return None
@@ -163,8 +169,8 @@ def _has_ended(state: State, event: ev.ActorJoined, known: ActorState | None) ->
 
     Nodes are not numbered; their last boots are remembered instead."""
     if event.start and known is not None and known.node == event.node:
-        return event.start < state.start_numbers.get(event.name, 0)
-    return event.boot_id in state.former_boot_ids.get(event.name, ())
+        return event.start < state.members.start_numbers.get(event.name, 0)
+    return event.boot_id in state.members.former_boot_ids.get(event.name, ())
 
 
 def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
@@ -176,7 +182,7 @@ def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
 
 def _is_of_its_node(state: State, event: ev.ActorJoined) -> bool:
     """Return whether the process was started by the current process of its node, or names none."""
-    node = state.actors.get(event.node)
+    node = state.members.actors.get(event.node)
     present = node.boot_id if node is not None and node.alive else ""
     return event.role == Role.NODE or event.node_boot in ("", present)
 
@@ -186,7 +192,7 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
     """Record a graceful leave, on a stop or a signal; the actor's work is not to blame."""
     name = ctx.stamped.peer
     ctx.end_command(keys.stop_key(name))
-    if ctx.state.phase in (Phase.STOPPING, Phase.ENDED):
+    if ctx.state.run.phase in (Phase.STOPPING, Phase.ENDED):
         end_actor(ctx.state, name)
     else:
         actor_lost(ctx, name, "left the run", blame=False)
@@ -196,11 +202,11 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
 def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     """Handle an actor that cannot continue: end the run, or recover its work."""
     name = ctx.stamped.peer
-    needed = ROLE_TABLE[ctx.state.actors[name].role].loss == Loss.ENDS
+    needed = ROLE_TABLE[ctx.state.members.actors[name].role].loss == Loss.ENDS
     alone = needed and not step_replay.may_be_lost(ctx.state, name)
     if event.user_error or alone:
-        code = 2 if event.user_error else 1
-        if not fail_run(ctx, FailureKind.PROCESS_FAILED, name, event.reason, exit_code=code):
+        kind = FailureKind.USER_MISTAKE if event.user_error else FailureKind.PROCESS_FAILED
+        if not fail_run(ctx, kind, name, f"{name}: {event.reason}"):
             ctx.ignore("run-ending")
     else:
         again = event.engine and _is_failing_each_start(ctx.state, name, event.reason)
@@ -213,17 +219,17 @@ def _is_failing_each_start(state: State, name: str, reason: str) -> bool:
     """Return whether two starts in a row failed alike and no replica has weights.
 
     Another start would change nothing."""
-    actor, replica = state.actors[name], state.replicas.get(name)
+    actor, replica = state.members.actors[name], state.members.replicas.get(name)
     served = replica is not None and replica.version >= 0
     before, actor.start_failure = actor.start_failure, "" if served else reason
-    return before == reason and not any(r.version >= 0 for r in state.replicas.values())
+    return before == reason and not any(r.version >= 0 for r in state.members.replicas.values())
 
 
 @handles(ev.ProcessExited, valid=accept_any)
 def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
     """Handle the end of a process that its node has seen."""
     state = ctx.state
-    actor = state.actors.get(event.actor)
+    actor = state.members.actors.get(event.actor)
     why = f"its process ended with exit code {event.code}"
     if actor is not None and actor.boot_id == event.boot_id and not actor.alive:
         why = actor.start_failure or why
@@ -262,12 +268,12 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
 def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
     """Fence an actor whose lease ran out; its node is ordered to make sure that it is gone."""
     state = ctx.state
-    actor = state.actors.get(event.actor)
+    actor = state.members.actors.get(event.actor)
     if actor is None or not actor.alive or actor.incarnation != event.actor_incarnation:
         return ctx.ignore("old-incarnation")
     ctx.end_command(keys.stop_key(event.actor))
     reason = f"nothing was heard from it for {event.silent_ms} ms"
-    node_alive = actor.role != Role.NODE and state.is_actor_alive(actor.node)
+    node_alive = actor.role != Role.NODE and state.members.is_actor_alive(actor.node)
     actor_lost(ctx, event.actor, reason, blame=not event.cut_off)
     if not node_alive:
         ctx.clear_timer(keys.rejoin_timer(event.actor))
@@ -289,7 +295,7 @@ def on_node_recovered(ctx: Context, event: ev.NodeRecovered) -> None:
 
 
 def _set_silent(ctx: Context, event: ev.NodeSilent | ev.NodeRecovered, *, silent: bool) -> None:
-    node = ctx.state.actors.get(event.node)
+    node = ctx.state.members.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
         ctx.ignore("old-incarnation")
     elif node.silent == silent:
@@ -302,14 +308,14 @@ def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
     """Fence a process that its node has not killed; it ends itself when it learns of that."""
     name = order.actor
     ctx.end_command(keys.restart_key(name))
-    if ctx.state.is_actor_alive(name):  # a lost actor already has a time to return
+    if ctx.state.members.is_actor_alive(name):  # a lost actor already has a time to return
         actor_lost(ctx, name, f"{order.reason}; {order.to} did not restart it")
 
 
 def handle_rejoin_timeout(ctx: Context, name: str) -> None:
     """Give up a restarted process that did not return, or whose node did not."""
-    actor = ctx.state.actors.get(name)
-    node = ctx.state.actors.get(actor.node) if actor is not None else None
+    actor = ctx.state.members.actors.get(name)
+    node = ctx.state.members.actors.get(actor.node) if actor is not None else None
     if node is not None and node.alive and node.silent:
         why = f"{name} is lost, and {node.name}, which would restart it, is silent"
     elif node is None or node.alive:
@@ -323,7 +329,7 @@ def _give_up_process(ctx: Context, name: str, why: str) -> bool:
     """Give up restarting a process; return whether the run cannot continue without it, and ends.
 
     A node may be replaced yet: its processes have a time to come back."""
-    state, actor = ctx.state, ctx.state.actors.get(name)
+    state, actor = ctx.state, ctx.state.members.actors.get(name)
     role = actor.role if actor is not None else Role.RELAY  # awaited by replicas, and never joined
     loss = ROLE_TABLE[role].loss
     if role == Role.NODE or loss == Loss.CONTINUES:
@@ -339,19 +345,19 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
 
     With `blame`, its work may have ended it."""
     state = ctx.state
-    actor = state.actors[name]
+    actor = state.members.actors[name]
     end_actor(state, name)
     actor.ready = False
-    if state.stopped:  # its work is lost when the run is resumed
+    if state.run.stopped:  # its work is lost when the run is resumed
         return
     if actor.role in _LOST:
         _LOST[actor.role](ctx, name, reason, blame)
     if actor.role != Role.NODE and broadcast.is_needed(state, actor.role):
         ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
     for key in list(indexes_of(state).commands.get(name, ())):
-        if not store_orders.can_survive_restart(state, state.commands[key].command):
+        if not store_orders.can_survive_restart(state, state.orders.commands[key].command):
             ctx.end_command(key)
-    if actor.role == Role.NODE and state.phase not in (Phase.STOPPING, Phase.ENDED):
+    if actor.role == Role.NODE and state.run.phase not in (Phase.STOPPING, Phase.ENDED):
         _machine_lost(ctx, name, reason)
 
 
@@ -376,14 +382,16 @@ def _machine_lost(ctx: Context, node: str, reason: str) -> None:
 def _await_machine(ctx: Context, node: str) -> None:
     """Give the processes of a new node process, which starts them, a time to join."""
     for actor in _actors_of(ctx.state, node):
-        ctx.state.start_numbers.pop(actor.name, None)  # the node numbers them from the start
+        ctx.state.members.start_numbers.pop(
+            actor.name, None
+        )  # the node numbers them from the start
         if not actor.alive and broadcast.is_needed(ctx.state, actor.role):
             ctx.set_timer(keys.rejoin_timer(actor.name), ctx.state.settings.start_timeout_ms)
 
 
 def _actors_of(state: State, node: str) -> list[ActorState]:
     """List all processes of its machine but itself, also lost ones."""
-    return [a for a in state.actors.values() if a.node == node and a.role != Role.NODE]
+    return [a for a in state.members.actors.values() if a.node == node and a.role != Role.NODE]
 
 
 _JOINED: dict[Role, Callable[[Context, ActorState], None]] = {

@@ -22,7 +22,8 @@ from laminar.core.registry import handles
 from laminar.core.state import keys
 from laminar.core.state.indexes import end_actor, indexes_of
 from laminar.core.state.keys import TimerKind
-from laminar.core.state.state import ActorState, State
+from laminar.core.state.members import ActorState
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.state.transitions import move_run
 from laminar.core.steps import batching
@@ -40,13 +41,13 @@ _STEPS_DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
 
 def is_run_over(state: State) -> bool:
     """Return whether the run has ended, and was neither stopped early by the user nor paused."""
-    return state.phase == Phase.ENDED and not _was_stopped(state)
+    return state.run.phase == Phase.ENDED and not _was_stopped(state)
 
 
 def _was_stopped(state: State) -> bool:
     """Return whether the user stopped the run, or has asked for it to end and it is about to."""
-    drains = state.draining and not (state.failure or state.drained_for)
-    return state.stopped or (drains and not batching.are_steps_done(state))
+    drains = state.run.draining and not (state.run.failed or state.run.drain_failure)
+    return state.run.stopped or (drains and not batching.are_steps_done(state))
 
 
 def make_resume_event(
@@ -55,7 +56,7 @@ def make_resume_event(
     """Make RunResumed, if no logged process is left, or if the user asked for it.
 
     `living`: name and pid of the running processes; `settings`: the present ones."""
-    known = [a for a in state.actors.values() if a.alive]
+    known = [a for a in state.members.actors.values() if a.alive]
     gone = known and not any((a.name, a.pid) in living for a in known)
     if not (gone or asked) or not state.settings.keeps_checkpoints:
         return None
@@ -71,22 +72,22 @@ def _has_valid_settings(state: State, event: ev.RunResumed) -> bool:
 def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
     """Declare every process lost, with the time of a start to come back."""
     state = ctx.state
-    over = is_run_over(state) if event.asked else state.phase == Phase.ENDED
+    over = is_run_over(state) if event.asked else state.run.phase == Phase.ENDED
     if not state.settings.keeps_checkpoints or over:
         return ctx.ignore("not-resumable")
     changed = {name: getattr(event, name) for name in CHANGEABLE}
     more_steps = event.total_steps != state.settings.total_steps
     state.settings = msgspec.structs.replace(state.settings, **changed)
-    had_left = state.phase in (Phase.STOPPING, Phase.ENDED)  # and their work is still recorded
-    lost = [actor for actor in state.actors.values() if actor.alive or had_left]
-    if state.pausing or (event.asked and _was_stopped(state)):
+    had_left = state.run.phase in (Phase.STOPPING, Phase.ENDED)  # and their work is still recorded
+    lost = [actor for actor in state.members.actors.values() if actor.alive or had_left]
+    if state.run.pausing or (event.asked and _was_stopped(state)):
         pausing.end_pause(ctx)
-        state.draining = state.stopped = False
-        state.failed, state.exit_code = None, 0
-        state.nonfinite_in_row = 0
-        if state.phase not in (Phase.STARTING, Phase.RUNNING):
+        state.run.draining = state.run.stopped = False
+        state.run.failed = None
+        state.signals.nonfinite_in_row = 0
+        if state.run.phase not in (Phase.STARTING, Phase.RUNNING):
             _train_on(ctx)
-    elif more_steps and state.phase in _STEPS_DONE and not batching.are_steps_done(state):
+    elif more_steps and state.run.phase in _STEPS_DONE and not batching.are_steps_done(state):
         _train_on(ctx)
     for name in _in_order(state, lost):
         _lose_actor(ctx, name)
@@ -96,7 +97,7 @@ def on_run_resumed(ctx: Context, event: ev.RunResumed) -> None:
 
 def _train_on(ctx: Context) -> None:
     """Return the run to training; an existing export becomes an ordinary version."""
-    move_run(ctx.state, "resume" if ctx.state.newest_version >= 0 else "restart")
+    move_run(ctx.state, "resume" if ctx.state.versions.newest >= 0 else "restart")
     publishing.forget_export(ctx)
 
 
@@ -104,13 +105,13 @@ def _in_order(state: State, lost: list[ActorState]) -> list[str]:
     """Sort lost actors by role, nodes last, since they take their processes with them.
 
     In chain order no relay is given another as its successor."""
-    place = {name: number for number, name in enumerate(state.relay_chain)}
+    place = {name: number for number, name in enumerate(state.members.relay_chain)}
     lost.sort(key=lambda a: (-ACTOR_ROLES.index(a.role), place.get(a.name, -1)))
     return [actor.name for actor in lost]
 
 
 def _lose_actor(ctx: Context, name: str) -> None:
-    actor = ctx.state.actors[name]
+    actor = ctx.state.members.actors[name]
     if actor.role != Role.NODE:
         return membership.actor_lost(ctx, name, REASON, blame=False)
     end_actor(ctx.state, name)
@@ -124,13 +125,13 @@ def _set_rejoin_timers(ctx: Context) -> None:
 
     Lost work waits as long for its version, where a checkpoint has it."""
     state, start_ms = ctx.state, ctx.state.settings.start_timeout_ms
-    if state.phase == Phase.STARTING or keys.START in state.timers:
+    if state.run.phase == Phase.STARTING or keys.START in state.orders.timers:
         ctx.set_timer(keys.START, start_ms)
-    for actor in state.actors.values():
+    for actor in state.members.actors.values():
         if actor.role != Role.NODE and broadcast.is_needed(state, actor.role):
             ctx.set_timer(keys.rejoin_timer(actor.name), start_ms)
         else:
             ctx.clear_timer(keys.rejoin_timer(actor.name))
-    for name in list(state.timers):
+    for name in list(state.orders.timers):
         if keys.parse_timer(name).kind == TimerKind.RESUME:
             ctx.set_timer(name, start_ms + state.settings.resume_timeout_ms)

@@ -19,9 +19,9 @@ from laminar.core.repack.stragglers import find_stragglers, released_max
 from laminar.core.scheduling.dispatch import lose_trajectory, place_migrated
 from laminar.core.state import keys
 from laminar.core.state.indexes import load_changed, update_replica
-from laminar.core.state.state import Trajectory
 from laminar.core.state.statuses import Phase, TrajectoryStatus
 from laminar.core.state.transitions import transition
+from laminar.core.state.work import Trajectory
 from laminar.core.validation import accept_any
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -36,7 +36,7 @@ all began at once."""
 def schedule_repack(ctx: Context) -> None:
     """Plan migrations now, for newer weights or after the interval, and again after an interval."""
     state = ctx.state
-    if not state.settings.repack_policy or state.phase != Phase.RUNNING or state.draining:
+    if not state.settings.repack_policy or state.run.phase != Phase.RUNNING or state.run.draining:
         return
     ctx.set_timer(keys.REPACK, state.settings.repack_interval_ms)
     ctx.repack_due = True
@@ -47,7 +47,7 @@ def plan_migrations(ctx: Context) -> None:
     state = ctx.state
     ctx.repack_due = False
     gain = state.settings.repack_policy == "gain"
-    left = min(released_max(state) if gain else len(state.replicas), EMPTIED_MAX)
+    left = min(released_max(state) if gain else len(state.members.replicas), EMPTIED_MAX)
     if not left:
         return
     found = find_stragglers(state)
@@ -62,13 +62,16 @@ def plan_migrations(ctx: Context) -> None:
 def _order_release(ctx: Context, planned: PlannedMigration) -> None:
     """Order the source to release all that it runs, and reserve room for it."""
     state = ctx.state
-    source, destination = state.replicas[planned.source], state.replicas[planned.destination]
+    source, destination = (
+        state.members.replicas[planned.source],
+        state.members.replicas[planned.destination],
+    )
     items = []
     for trajectory_id, placement in source.running.items():
-        trajectory = state.trajectories[trajectory_id]
+        trajectory = state.work.trajectories[trajectory_id]
         moved = transition(trajectory, "release")
         assert moved, trajectory
-        progress = state.progress[trajectory_id]
+        progress = state.repack.progress[trajectory_id]
         progress.source, progress.destination = source.name, destination.name
         progress.migrations += 1
         source.outgoing[trajectory_id] = None
@@ -87,7 +90,7 @@ def _order_release(ctx: Context, planned: PlannedMigration) -> None:
 def on_trajectories_released(ctx: Context, event: ev.TrajectoriesReleased) -> None:
     """Continue all released trajectories at their destination: the store has every token."""
     key = keys.release_key(ctx.stamped.peer)
-    outstanding = ctx.state.commands.get(key)
+    outstanding = ctx.state.orders.commands.get(key)
     if outstanding is None or outstanding.command_id != event.command_id:
         return ctx.ignore("late")
     ctx.end_command(key)
@@ -105,7 +108,7 @@ def _migrate_released(ctx: Context, command: cmd.AnyCommand) -> None:
     """Place the trajectories that have not ended; without its destination one is lost work."""
     assert isinstance(command, cmd.ReleaseTrajectories)
     for item in command.items:
-        trajectory = ctx.state.trajectories.get(item.trajectory_id)
+        trajectory = ctx.state.work.trajectories.get(item.trajectory_id)
         if trajectory is None or trajectory.placement != item.placement:
             continue
         if trajectory.status == TrajectoryStatus.RELEASING:
@@ -113,7 +116,9 @@ def _migrate_released(ctx: Context, command: cmd.AnyCommand) -> None:
 
 
 def _goes_on(ctx: Context, trajectory: Trajectory) -> None:
-    destination = ctx.state.replicas.get(ctx.state.progress[trajectory.id].destination)
+    destination = ctx.state.members.replicas.get(
+        ctx.state.repack.progress[trajectory.id].destination
+    )
     if destination is None or trajectory.id not in destination.incoming:
         return lose_trajectory(ctx, trajectory.id)
     place_migrated(ctx, trajectory, destination)

@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from laminar.core.state.straggler_load import StayReason, StragglerLoad
+from laminar.core.state.migrations import StayReason, StragglerLoad
 
 CANDIDATES_MAX = 4
 """Candidate destinations of each class per source: planning for 10,000 replicas stays fast."""

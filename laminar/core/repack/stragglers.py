@@ -19,8 +19,10 @@ from laminar.core.scheduling.admission import (
     groups_wanted,
 )
 from laminar.core.state.indexes import indexes_of, is_streaming
-from laminar.core.state.state import Replica, State, Trajectory
-from laminar.core.state.straggler_load import NotStragglerReason, StayReason, StragglerLoad
+from laminar.core.state.members import Replica
+from laminar.core.state.migrations import NotStragglerReason, StayReason, StragglerLoad
+from laminar.core.state.state import State
+from laminar.core.state.work import Trajectory
 from laminar.names.ids import Purpose
 
 MIGRATIONS_MAX = 3
@@ -28,7 +30,7 @@ MIGRATIONS_MAX = 3
 
 
 def find_stragglers(state: State) -> dict[int, list[StragglerLoad]]:
-    """Return the replicas with only stragglers by version, in the order of state.replicas.
+    """Return the replicas with only stragglers by version, in the order of state.members.replicas.
 
     Admission is checked once for each kind of replica, and a load is recomputed only after a
     change."""
@@ -95,7 +97,11 @@ def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
     replica and its groups only, and not from the mean of all finished trajectories."""
     packing = replica.repack
     assert packing is not None, replica
-    trajectories, progress, lengths = state.trajectories, state.progress, indexes_of(state).lengths
+    trajectories, progress, lengths = (
+        state.work.trajectories,
+        state.repack.progress,
+        indexes_of(state).lengths,
+    )
     there = [*replica.running, *replica.incoming]
     movable, lasts = not replica.incoming, True
     held = growth = longest = 0
@@ -103,7 +109,7 @@ def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
         trajectory, known = trajectories[name], progress[name]
         siblings = lengths.get(trajectory.group)  # else the mean of all finished
         left = _estimate_tokens_left(
-            siblings or (state.finished, state.finished_tokens), known.sampled
+            siblings or (state.repack.finished, state.repack.finished_tokens), known.sampled
         )
         held += known.prompt_tokens + known.sampled
         growth += left
@@ -144,30 +150,30 @@ def find_not_emptied_reason(state: State, replica: Replica) -> StayReason | None
 
 def _find_not_newer_reason(state: State, replica: Replica) -> StayReason | None:
     """Return why it could not begin with newer weights: the same for a version behind a relay."""
-    if state.newest_version <= replica.version:
+    if state.versions.newest <= replica.version:
         return StayReason.NO_NEWER_WEIGHTS
-    if state.newest_for(replica) != state.newest_version:
+    if state.members.newest_for(replica) != state.versions.newest:
         return StayReason.WEIGHTS_NOT_HERE
-    evaluation = state.evaluation
+    evaluation = state.evaluations.running
     if evaluation is not None and evaluation.queue and evaluation.version == replica.version:
         return StayReason.EVALUATION
     return None
 
 
 def _find_work_stays_reason(state: State, replica: Replica) -> StayReason | None:
-    found = (find_not_migrated_reason(state, state.trajectories[t]) for t in replica.running)
+    found = (find_not_migrated_reason(state, state.work.trajectories[t]) for t in replica.running)
     return next(filter(None, found), None)
 
 
 def find_not_migrated_reason(state: State, trajectory: Trajectory) -> StayReason | None:
     """Return why this trajectory is not migrated; None: it may be."""
-    if state.groups[trajectory.group].purpose != Purpose.TRAIN:
+    if state.work.groups[trajectory.group].purpose != Purpose.TRAIN:
         return StayReason.EVALUATION_SAMPLE
     if trajectory.batch_timeouts:
         return StayReason.BATCH_WAITS
     if trajectory.deaths:
         return StayReason.CAUSED_LOSSES
-    progress = state.progress[trajectory.id]
+    progress = state.repack.progress[trajectory.id]
     if progress.source:
         return StayReason.RECEIVES
     return StayReason.MIGRATED_OFTEN if progress.migrations >= MIGRATIONS_MAX else None
@@ -189,6 +195,6 @@ def within_bound(state: State) -> int:
 
     No existing group has a later deadline than theirs."""
     settings = state.settings
-    deadline = state.newest_step + settings.max_staleness
-    unchosen = sum(state.deadlines.values())
-    return settings.groups_per_step * (deadline - state.batches_chosen + 1) - unchosen
+    deadline = state.versions.newest_step + settings.max_staleness
+    unchosen = sum(state.work.deadlines.values())
+    return settings.groups_per_step * (deadline - state.steps.chosen + 1) - unchosen

@@ -1,6 +1,6 @@
 """Admission: whether a replica may start a new group. The staleness bound is one inequality.
 
-Reads   state.deadlines, state.batches_chosen, replica, settings
+Reads   state.work.deadlines, state.steps.chosen, replica, settings
 Writes  nothing
 
 A group generated with the weights of step k has deadline k + max_staleness: the last batch index
@@ -16,7 +16,8 @@ from enum import StrEnum
 from typing import Literal
 
 from laminar.core.state.indexes import indexes_of
-from laminar.core.state.state import Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.state.transitions import UNFINISHED
 
@@ -48,25 +49,29 @@ def bound_allows(state: State, deadline: int) -> bool:
     """Return whether one more unchosen group with this deadline keeps the bound.
 
     The bound holds so far, and the group counts from its deadline on."""
-    unchosen = state.deadlines.items()
+    unchosen = state.work.deadlines.items()
     deadlines = {d: count for d, count in unchosen if d > deadline}
     deadlines[deadline] = 1 + sum(count for d, count in unchosen if d <= deadline)
-    return bound_holds(deadlines, state.batches_chosen, state.settings.groups_per_step)
+    return bound_holds(deadlines, state.steps.chosen, state.settings.groups_per_step)
 
 
 def groups_wanted(state: State) -> int:
     """Return how many new groups the rest of the run can use (a large number without a limit)."""
     settings = state.settings
     if settings.total_steps:
-        unchosen = sum(state.deadlines.values())
-        return settings.groups_per_step * (settings.total_steps - state.batches_chosen) - unchosen
-    return settings.total_epochs * state.num_train - state.cursor + len(state.unfinished_prompts)
+        unchosen = sum(state.work.deadlines.values())
+        return settings.groups_per_step * (settings.total_steps - state.steps.chosen) - unchosen
+    return (
+        settings.total_epochs * state.data.num_train
+        - state.data.cursor
+        + len(state.data.unfinished_prompts)
+    )
 
 
 def is_serving(state: State, replica: Replica) -> bool:
     """Return whether a replica is alive, with weights, not loading and not being emptied."""
     busy = replica.loading or replica.outgoing
-    return replica.version >= 0 and not busy and state.is_actor_alive(replica.name)
+    return replica.version >= 0 and not busy and state.members.is_actor_alive(replica.name)
 
 
 def count_free_slots(replica: Replica) -> int:
@@ -108,7 +113,7 @@ def has_sessions(state: State, replica: Replica, count: int) -> bool:
     if not most:
         return True
     there = indexes_of(state).trajectories.get(replica.name, ())
-    used = sum(state.trajectories[t].status in UNFINISHED for t in there)
+    used = sum(state.work.trajectories[t].status in UNFINISHED for t in there)
     return used + count <= most
 
 
@@ -117,7 +122,7 @@ def find_not_admitted_reason(state: State, replica: Replica) -> NotAdmittedReaso
 
     This is computed afresh each time, never latched: a replica that took its share continues with
     its version as long as the relay of its machine holds nothing newer."""
-    if state.phase != Phase.RUNNING or state.draining:
+    if state.run.phase != Phase.RUNNING or state.run.draining:
         return NotAdmittedReason.RUN_ENDING
     if replica.outgoing:
         return NotAdmittedReason.REPACKED
@@ -126,7 +131,7 @@ def find_not_admitted_reason(state: State, replica: Replica) -> NotAdmittedReaso
     if groups_wanted(state) <= 0:
         return NotAdmittedReason.NO_DATA
     took_its_share = 0 < state.settings.groups_per_version <= replica.groups_taken
-    if took_its_share and state.newest_for(replica) > replica.version:
+    if took_its_share and state.members.newest_for(replica) > replica.version:
         return NotAdmittedReason.DRAINING
     if not bound_allows(state, replica.step + state.settings.max_staleness):
         return NotAdmittedReason.STALENESS_BOUND

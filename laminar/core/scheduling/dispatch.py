@@ -1,7 +1,7 @@
 """Dispatch: the placement of prompts, and every change of a trajectory's place.
 
 Reads   settings, the prompt cursor, replicas
-Writes  state.groups, state.trajectories, state.deadlines, replica.running, the ledger's "issued"
+Writes  state.work, replica.running
 Emits   GenerateTrajectory
 
 The coordinator owns the cursor and the permutation; the store only maps a row index to its payload.
@@ -24,8 +24,11 @@ from laminar.core.state.indexes import (
     update_replica,
 )
 from laminar.core.state.lost_work import goes_anywhere
-from laminar.core.state.state import Group, MigrationProgress, Replica, State, Trajectory
+from laminar.core.state.members import Replica
+from laminar.core.state.migrations import MigrationProgress
+from laminar.core.state.state import State
 from laminar.core.state.transitions import transition
+from laminar.core.state.work import Group, Trajectory
 from laminar.events import commands as cmd
 from laminar.events.reasons import PullPurpose
 from laminar.names import ids
@@ -44,13 +47,13 @@ def permute_rows(seed: int, pass_index: int, count: int) -> tuple[int, ...]:
 
 def next_row(state: State) -> tuple[GroupId, int]:
     """Take the next prompt of the data: its group id and its row index."""
-    if state.unfinished_prompts:
-        group_id = next(iter(state.unfinished_prompts))
-        return group_id, state.unfinished_prompts.pop(group_id)
-    pass_index, position = divmod(state.cursor, state.num_train)
-    state.cursor += 1
+    if state.data.unfinished_prompts:
+        group_id = next(iter(state.data.unfinished_prompts))
+        return group_id, state.data.unfinished_prompts.pop(group_id)
+    pass_index, position = divmod(state.data.cursor, state.data.num_train)
+    state.data.cursor += 1
     seed, shuffle = forks.order_of(state, pass_index)
-    row = permute_rows(seed, pass_index, state.num_train)[position] if shuffle else position
+    row = permute_rows(seed, pass_index, state.data.num_train)[position] if shuffle else position
     return ids.train_group(pass_index, position), row
 
 
@@ -61,7 +64,7 @@ def new_group(ctx: Context, replica: Replica) -> None:
     deadline = replica.step + state.settings.max_staleness
     replica.groups_taken += 1
     create_group(ctx, replica, group_id, row, Purpose.TRAIN, deadline, state.settings.group_size)
-    state.deadlines[deadline] = state.deadlines.get(deadline, 0) + 1
+    state.work.deadlines[deadline] = state.work.deadlines.get(deadline, 0) + 1
 
 
 def create_group(
@@ -78,25 +81,25 @@ def create_group(
     """Create a group and place all its siblings."""
     state = ctx.state
     members = [ids.make_trajectory_id(group_id, sibling) for sibling in range(size)]
-    state.groups[group_id] = Group(
+    state.work.groups[group_id] = Group(
         id=group_id,
         purpose=purpose,
         row_index=row,
         step=replica.step,
         deadline=deadline,
-        order=state.next_order,
+        order=state.work.next_order,
         members=members,
         unfinished=size,
         sample=sample,
     )
-    state.next_order += 1
-    state.ledger.groups.issued += 1
-    state.ledger.trajectories.issued += size
+    state.work.next_order += 1
+    state.work.ledger.groups.issued += 1
+    state.work.ledger.trajectories.issued += size
     for sibling, trajectory_id in enumerate(members):
-        state.trajectories[trajectory_id] = Trajectory(
+        state.work.trajectories[trajectory_id] = Trajectory(
             id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
         )
-        _place_trajectory(ctx, state.trajectories[trajectory_id], replica, begins=True)
+        _place_trajectory(ctx, state.work.trajectories[trajectory_id], replica, begins=True)
     update_replica(state, replica)
 
 
@@ -107,7 +110,7 @@ def _place_trajectory(
 
     With `begins`, it has no tokens of older weights."""
     state = ctx.state
-    group = state.groups[trajectory.group]
+    group = state.work.groups[trajectory.group]
     assign_replica(state, trajectory, replica.name)
     if begins:
         trajectory.step = replica.step
@@ -115,7 +118,7 @@ def _place_trajectory(
     replica.running[trajectory.id] = trajectory.placement
     if replica.repack is not None:
         replica.repack.last_command_id = ctx.next_command_id
-        state.progress.setdefault(trajectory.id, MigrationProgress())
+        state.repack.progress.setdefault(trajectory.id, MigrationProgress())
     replica.progress_ns = max(replica.progress_ns, ctx.stamped.time_ns)
     ctx.issue_command(
         cmd.GenerateTrajectory(
@@ -150,7 +153,7 @@ def place_lost(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
         end_session(ctx, trajectory)
         trajectory.attempt += 1
         trajectory.restart = False
-        group = state.groups[trajectory.group]
+        group = state.work.groups[trajectory.group]
         group.mixed = group.mixed or trajectory.version != replica.version
     _place_trajectory(ctx, trajectory, replica, begins=begins)
     load_changed(state, replica)
@@ -166,7 +169,7 @@ def can_resume_on(state: State, trajectory: Trajectory, replica: Replica) -> boo
 def end_session(ctx: Context, trajectory: Trajectory) -> None:
     """End the environment's session of an attempt that is no longer wanted."""
     name = ctx.state.home_of(trajectory)
-    ctx.state.sessions.pop(trajectory.id, None)
+    ctx.state.work.sessions.pop(trajectory.id, None)
     if name:
         placed = cmd.PlacedTrajectory(trajectory_id=trajectory.id, placement=trajectory.placement)
         ctx.issue_command(cmd.AbortTrajectories(to=name, items=(placed,), sessions=True))
@@ -179,7 +182,7 @@ def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -
     moved = transition(trajectory, "migrate")
     assert moved, trajectory
     del destination.incoming[trajectory.id]
-    state.progress[trajectory.id].destination = ""
+    state.repack.progress[trajectory.id].destination = ""
     trajectory.placement += 1
     _place_trajectory(ctx, trajectory, destination)
     load_changed(state, destination)
@@ -187,17 +190,17 @@ def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -
 
 def end_move(ctx: Context, trajectory: Trajectory) -> None:
     """End a migration: the trajectory has started, is lost, or has ended."""
-    state, progress = ctx.state, ctx.state.progress.get(trajectory.id)
+    state, progress = ctx.state, ctx.state.repack.progress.get(trajectory.id)
     if progress is None or not progress.source:
         return
-    name, destination = progress.source, state.replicas.get(progress.destination)
+    name, destination = progress.source, state.members.replicas.get(progress.destination)
     progress.source = progress.destination = ""
     invalidate_straggler(state, trajectory)
     if destination is not None and trajectory.id in destination.incoming:
         del destination.incoming[trajectory.id]
         load_changed(state, destination)
         ctx.touch_replica(destination.name)
-    source = state.replicas.get(name)
+    source = state.members.replicas.get(name)
     if source is not None and trajectory.id in source.outgoing:
         del source.outgoing[trajectory.id]
         if not source.outgoing:
@@ -214,7 +217,7 @@ def leave_engine(ctx: Context, trajectory: Trajectory) -> None:
 
 def _take_out(ctx: Context, trajectory: Trajectory) -> None:
     ctx.end_command(keys.generate_key(trajectory.id))
-    replica = ctx.state.replicas.get(trajectory.replica)
+    replica = ctx.state.members.replicas.get(trajectory.replica)
     if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:
         del replica.running[trajectory.id]
         load_changed(ctx.state, replica)
@@ -224,12 +227,12 @@ def _take_out(ctx: Context, trajectory: Trajectory) -> None:
 def lose_trajectory(ctx: Context, trajectory_id: TrajectoryId) -> None:
     """Take a trajectory from its replica; it waits for a new placement."""
     state = ctx.state
-    trajectory = state.trajectories[trajectory_id]
+    trajectory = state.work.trajectories[trajectory_id]
     trajectory.version = newest_tokens(state, trajectory)
     leave_engine(ctx, trajectory)
     moved = transition(trajectory, "lose")
     assert moved, trajectory
-    if state.is_actor_alive(trajectory.replica):
+    if state.members.is_actor_alive(trajectory.replica):
         placed = cmd.PlacedTrajectory(trajectory_id=trajectory_id, placement=trajectory.placement)
         ctx.issue_command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
     add_lost(state, trajectory)
@@ -242,7 +245,7 @@ def newest_tokens(state: State, trajectory: Trajectory) -> int:
     """Return the newest version of which the store may have tokens of the trajectory.
 
     A replica that loads while it runs samples with that version before it can report it."""
-    replica = state.replicas.get(trajectory.replica)
+    replica = state.members.replicas.get(trajectory.replica)
     if replica is None or trajectory.id not in replica.running:
         return trajectory.version
     ordered = get_pull_order(state, trajectory.replica)

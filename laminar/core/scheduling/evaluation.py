@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts, all on one version, without stopping the rollouts.
 
 Reads   weight versions as they are published and loaded; settings
-Writes  state.evaluation, state.evaluation_due, state.evaluations
+Writes  state.evaluations.running, state.evaluations.due, state.evaluations.results
 Emits   GenerateTrajectory, PinVersion
 
 A due evaluation binds to the version that the next replica loads and pins it at the relays until it
@@ -20,10 +20,13 @@ from laminar.core.scheduling.admission import count_free_slots, has_sessions, is
 from laminar.core.scheduling.dispatch import create_group
 from laminar.core.state import evaluation_scores
 from laminar.core.state.evaluation_scores import EvaluationResult
+from laminar.core.state.evaluations import Evaluation
 from laminar.core.state.indexes import indexes_of
+from laminar.core.state.members import Replica
 from laminar.core.state.replica_index import Kind
-from laminar.core.state.state import Evaluation, Group, Replica, State
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase
+from laminar.core.state.work import Group
 from laminar.core.versions import load_sources, pinning
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason
@@ -37,47 +40,51 @@ def schedule_evaluation(ctx: Context, version: int, step: int, previous_step: in
     `previous_step` is that of the version published before (-1: none). An evaluation due at a step
     in between, whose publish was skipped, moves to this version."""
     state, settings = ctx.state, ctx.state.settings
-    if not state.num_eval:
+    if not state.data.num_eval:
         return
-    first = version == state.first_version and settings.val_before_train
+    first = version == state.data.first_version and settings.val_before_train
     freq = settings.test_freq
-    regular = freq > 0 and step // freq > max(previous_step, state.first_step) // freq
+    regular = freq > 0 and step // freq > max(previous_step, state.data.first_step) // freq
     last_step = bool(settings.total_steps) and step >= settings.total_steps
-    if version == state.export_version or first or (regular and not last_step):
-        state.evaluation_due = version
+    if version == state.versions.export or first or (regular and not last_step):
+        state.evaluations.due = version
 
 
 def _start_if_due(ctx: Context, replica: Replica) -> None:
     """Bind a due evaluation to the version of a serving replica that has loaded it."""
     state = ctx.state
-    due = state.evaluation_due
-    if state.evaluation is not None or due < 0 or replica.version < due:
+    due = state.evaluations.due
+    if state.evaluations.running is not None or due < 0 or replica.version < due:
         return
     if state.settings.in_flight and not count_free_slots(replica):
         return  # without an evaluation sample the replica would load newer weights
-    total = state.num_eval * state.settings.eval_answers
-    state.evaluation = Evaluation(
-        index=state.next_evaluation,
+    total = state.data.num_eval * state.settings.eval_answers
+    state.evaluations.running = Evaluation(
+        index=state.evaluations.next_index,
         version=replica.version,
         step=replica.step,
-        final=replica.version == state.export_version,
+        final=replica.version == state.versions.export,
         queue=list(range(total)),
         total=total,
     )
-    state.next_evaluation += 1
-    state.evaluation_due = -1
+    state.evaluations.next_index += 1
+    state.evaluations.due = -1
     _pin_everywhere(ctx)
 
 
 def _may_evaluate(state: State) -> bool:
     """Return whether evaluations may begin; when a run ends, its ledger is being closed."""
-    return not state.draining and state.phase not in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+    return not state.run.draining and state.run.phase not in (
+        Phase.ENDING,
+        Phase.STOPPING,
+        Phase.ENDED,
+    )
 
 
 def is_evaluation_waiting(state: State) -> bool:
     """Return whether an evaluation is due, or has samples without a replica."""
-    running = state.evaluation
-    return state.evaluation_due >= 0 or (running is not None and bool(running.queue))
+    running = state.evaluations.running
+    return state.evaluations.due >= 0 or (running is not None and bool(running.queue))
 
 
 def version_wanted(ctx: Context, replica: Replica) -> int:
@@ -86,17 +93,17 @@ def version_wanted(ctx: Context, replica: Replica) -> int:
     A due one needs one replica to pull it; a running one only if no live replica has its
     version."""
     state = ctx.state
-    evaluation = state.evaluation
+    evaluation = state.evaluations.running
     if not _may_evaluate(state) or not is_evaluation_waiting(state):
         return -1
     if evaluation is None:
-        due = state.evaluation_due
+        due = state.evaluations.due
         one_pulls = bool(indexes_of(state).replicas.filter_kinds(lambda kind: kind.loading))
-        return -1 if one_pulls or state.newest_for(replica) < due else due
+        return -1 if one_pulls or state.members.newest_for(replica) < due else due
     if not evaluation.queue:
         return -1
     helped = _is_helped(state, evaluation)
-    if helped and not (evaluation.final and state.phase == Phase.FINAL_EVALUATION):
+    if helped and not (evaluation.final and state.run.phase == Phase.FINAL_EVALUATION):
         return -1
     if not helped and _is_gone(state, replica, evaluation.version):
         _move_on(ctx)
@@ -113,8 +120,8 @@ def _is_helped(state: State, evaluation: Evaluation) -> bool:
 
 def find_starting_kinds(state: State) -> list[Kind]:
     """Return the kinds of replicas that could begin the due evaluation."""
-    due = state.evaluation_due
-    if state.evaluation is not None or due < 0 or not _may_evaluate(state):
+    due = state.evaluations.due
+    if state.evaluations.running is not None or due < 0 or not _may_evaluate(state):
         return []
     return indexes_of(state).replicas.filter_kinds(
         lambda kind: kind.serving and kind.version >= due
@@ -123,7 +130,7 @@ def find_starting_kinds(state: State) -> list[Kind]:
 
 def may_help(state: State) -> Collection[Kind]:
     """Return the kinds of replicas of which each with room takes samples of the evaluation."""
-    evaluation = state.evaluation
+    evaluation = state.evaluations.running
     if evaluation is None or not evaluation.queue or not _may_evaluate(state):
         return []
     return indexes_of(state).replicas.find_able_kinds(evaluation.version)
@@ -133,31 +140,34 @@ def may_want(state: State) -> bool:
     """Return whether an empty replica may be ordered to load a version for an evaluation."""
     if not _may_evaluate(state) or not is_evaluation_waiting(state):
         return False
-    evaluation, index = state.evaluation, indexes_of(state).replicas
+    evaluation, index = state.evaluations.running, indexes_of(state).replicas
     if evaluation is None:
         behind = index.filter_kinds(
-            lambda kind: kind.behind or kind.version >= state.evaluation_due
+            lambda kind: kind.behind or kind.version >= state.evaluations.due
         )
         return bool(behind) and not index.filter_kinds(lambda kind: kind.loading)
     if not evaluation.queue:
         return False
-    final = evaluation.final and state.phase == Phase.FINAL_EVALUATION
+    final = evaluation.final and state.run.phase == Phase.FINAL_EVALUATION
     return final or not _is_helped(state, evaluation)
 
 
 def _is_in_reach(state: State, version: int) -> bool:
     """Return whether a live replica can load the version from its relay, or from a checkpoint."""
-    if version in state.checkpoint_paths:
+    if state.versions.has_checkpoint(version):
         return bool(indexes_of(state).replicas.kinds)
     relays = indexes_of(state).held.get(version, {})
     return any(
-        map(state.is_actor_alive, chain.from_iterable(map(indexes_of(state).served_by, relays)))
+        map(
+            state.members.is_actor_alive,
+            chain.from_iterable(map(indexes_of(state).served_by, relays)),
+        )
     )
 
 
 def _is_gone(state: State, replica: Replica, version: int) -> bool:
     """Return whether no replica can load the version; the newest comes to every machine."""
-    if version == state.newest_version or _is_in_reach(state, version):
+    if version == state.versions.newest or _is_in_reach(state, version):
         return False
     return load_sources.choose_source(state, replica, version).source is None
 
@@ -168,8 +178,8 @@ def _move_on(ctx: Context) -> None:
     The version was evicted before it was pinned, or was lost with a machine. The newest comes to
     every machine."""
     state = ctx.state
-    state.evaluation, state.evaluation_due = None, state.newest_version
-    for group in list(state.groups.values()):
+    state.evaluations.running, state.evaluations.due = None, state.versions.newest
+    for group in list(state.work.groups.values()):
         if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
             groups.drop_group(ctx, group, DropReason.VERSION_MISSING)
     _pin_everywhere(ctx)
@@ -181,10 +191,10 @@ def plan_unserved(ctx: Context) -> None:
 
     In flight, replicas are busy with newer weights, and none may be empty to load the older
     version."""
-    state, evaluation = ctx.state, ctx.state.evaluation
+    state, evaluation = ctx.state, ctx.state.evaluations.running
     if not state.settings.in_flight or evaluation is None or not evaluation.queue:
         return
-    if evaluation.version == state.newest_version or not _may_evaluate(state):
+    if evaluation.version == state.versions.newest or not _may_evaluate(state):
         return
     index = indexes_of(state).replicas
     none_is_empty = next(index.iter_empty(index.kinds), None) is None
@@ -202,7 +212,7 @@ def plan_evaluation(ctx: Context, replica: Replica) -> None:
     if not is_serving(state, replica) or not _may_evaluate(state):
         return
     _start_if_due(ctx, replica)
-    evaluation = state.evaluation
+    evaluation = state.evaluations.running
     if evaluation is None:
         return
     while (
@@ -243,7 +253,7 @@ def group_given_up(ctx: Context, group: Group) -> None:
 
 
 def _get_running_evaluation(ctx: Context, group: Group) -> Evaluation:
-    evaluation = ctx.state.evaluation
+    evaluation = ctx.state.evaluations.running
     assert evaluation is not None, group
     return evaluation
 
@@ -256,7 +266,7 @@ def _one_done(ctx: Context, evaluation: Evaluation) -> None:
 
 def _finish_evaluation(ctx: Context, evaluation: Evaluation) -> None:
     state = ctx.state
-    state.evaluations.append(
+    state.evaluations.results.append(
         EvaluationResult(
             index=evaluation.index,
             version=evaluation.version,
@@ -269,12 +279,12 @@ def _finish_evaluation(ctx: Context, evaluation: Evaluation) -> None:
             ),
         )
     )
-    state.evaluation = None
+    state.evaluations.running = None
     _pin_everywhere(ctx)
     ctx.touch_all()
 
 
 def _pin_everywhere(ctx: Context) -> None:
     """Pin the version at every relay: lost samples may run again on any machine."""
-    for name in ctx.state.relays:
+    for name in ctx.state.members.relays:
         pinning.send_pin(ctx, name)

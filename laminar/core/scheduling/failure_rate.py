@@ -2,7 +2,7 @@
 
 Reads   TrajectoryRewarded, TrajectoryFailed; settings.max_error_permille
         TurnFinished
-Writes  state.rewards, state.failed_calls
+Writes  state.signals.rewards, state.failed_calls
 Emits   through failing.drain_run: the run ends gracefully, as failed
 
 An attempt to score a response ends with a score, or fails: the reward function raised, hung or gave
@@ -19,7 +19,7 @@ from __future__ import annotations
 from laminar.core.context import Context
 from laminar.core.failing import drain_run
 from laminar.core.state.failures import FailureKind
-from laminar.core.state.state import RewardErrors
+from laminar.core.state.signals import RewardErrors
 from laminar.core.state.statuses import Phase
 from laminar.events.reasons import FailureReason, RewardOutcome
 from laminar.names.ids import Purpose
@@ -41,9 +41,9 @@ CALLS, FAILED_CALLS_MAX = 50, 10
 def count_reward(ctx: Context, purpose: Purpose, reason: str, detail: str) -> None:
     """Count one reward, or why there is none; too many failures end the run."""
     state = ctx.state
-    if state.rewards is None:
-        state.rewards = RewardErrors(window=bytearray(-(-_get_window_size(ctx) // 8)))
-    found = state.rewards
+    if state.signals.rewards is None:
+        state.signals.rewards = RewardErrors(window=bytearray(-(-_get_window_size(ctx) // 8)))
+    found = state.signals.rewards
     if reason != UNSCORED:
         found.answers += 1
     if reason not in (RewardOutcome.OK, UNSCORED):
@@ -59,9 +59,16 @@ def count_env_call(ctx: Context, failed: str = "") -> None:
     state = ctx.state
     if not state.settings.has_environment:
         return
-    state.failed_tool_calls = (state.failed_tool_calls << 1 | bool(failed)) & ((1 << CALLS) - 1)
-    count = state.failed_tool_calls.bit_count()
-    if not failed or count < FAILED_CALLS_MAX or state.phase != Phase.RUNNING or state.draining:
+    state.signals.failed_tool_calls = (state.signals.failed_tool_calls << 1 | bool(failed)) & (
+        (1 << CALLS) - 1
+    )
+    count = state.signals.failed_tool_calls.bit_count()
+    if (
+        not failed
+        or count < FAILED_CALLS_MAX
+        or state.run.phase != Phase.RUNNING
+        or state.run.draining
+    ):
         return
     what = (
         f"the environment failed on {count} of its last {CALLS} calls, in a way that the model "
@@ -98,7 +105,7 @@ def _record_attempt(found: RewardErrors, reason: str, size: int) -> None:
 
 def _check_reward_failures(ctx: Context, found: RewardErrors) -> None:
     state, permille = ctx.state, ctx.state.settings.max_error_permille
-    if state.phase != Phase.RUNNING or state.draining:
+    if state.run.phase != Phase.RUNNING or state.run.draining:
         return
     attempts = min(found.attempts, _get_window_size(ctx))
     share = f"reward.max_error_share = {permille / 1000:g}"

@@ -1,7 +1,7 @@
 """Groups: their trajectories from generated to rewarded to ended, each exactly once.
 
-Reads   state.groups, state.trajectories, settings
-Writes  statuses, state.ready, state.unscored, state.deadlines, state.flat_groups_in_row, the ledger
+Reads   state.work.groups, state.work.trajectories, settings
+Writes  state.work, state.signals.flat_groups_in_row
 Emits   ScoreTrajectories, EndTrajectories, AbortTrajectories
 
 A group closes when every sibling is rewarded or dropped. An end is decided here, then written by
@@ -27,9 +27,10 @@ from laminar.core.state.indexes import (
 )
 from laminar.core.state.keys import CommandKey
 from laminar.core.state.scores import float_of
-from laminar.core.state.state import Group, State, Trajectory
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, TrajectoryStatus
 from laminar.core.state.transitions import UNFINISHED, move_group, transition
+from laminar.core.state.work import Group, Trajectory
 from laminar.core.store_orders import END_TIMEOUT_MS
 from laminar.core.validation import is_count
 from laminar.events import commands as cmd
@@ -48,15 +49,15 @@ ENDINGS_PER_COMMAND = 2_048
 
 def score_siblings(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
     """Ask a replica to reward generated siblings of one group."""
-    group = ctx.state.groups[trajectories[0].group]
+    group = ctx.state.work.groups[trajectories[0].group]
     items = tuple(
         cmd.PlacedTrajectory(trajectory_id=t.id, placement=t.placement) for t in trajectories
     )
     for trajectory in trajectories:
         assign_replica(ctx.state, trajectory, replica)
         if ctx.state.settings.has_environment:
-            ctx.state.sessions[trajectory.id] = replica
-        ctx.state.unscored.pop(trajectory.id, None)
+            ctx.state.work.sessions[trajectory.id] = replica
+        ctx.state.work.unscored.pop(trajectory.id, None)
     ctx.issue_command(
         cmd.ScoreTrajectories(
             to=replica,
@@ -112,18 +113,18 @@ def finish_sibling(ctx: Context, group: Group) -> None:
     elif len(scored) < state.settings.min_scored:
         drop_group(ctx, group, DropReason.TOO_FEW_SCORED)
     elif is_flat(state, scored):
-        state.flat_groups_in_row += 1
-        state.flat_correct_in_row += all(state.trajectories[m].correct for m in scored)
+        state.signals.flat_groups_in_row += 1
+        state.signals.flat_correct_in_row += all(state.work.trajectories[m].correct for m in scored)
         drop_group(ctx, group, DropReason.NO_VARIANCE)
     else:
-        state.flat_groups_in_row = state.flat_correct_in_row = 0
+        state.signals.flat_groups_in_row = state.signals.flat_correct_in_row = 0
         move_group(group, "complete")
         add_ready(state, group)
 
 
 def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
     """Return whether a filter is on and these siblings are equal in it; one alone never is."""
-    metric, found = state.settings.filter_metric, [state.trajectories[m] for m in scored]
+    metric, found = state.settings.filter_metric, [state.work.trajectories[m] for m in scored]
     if not metric or len(found) < 2:
         return False
     values = [t.correct if metric == "acc" else float_of(t.reward_bits) for t in found]
@@ -135,7 +136,7 @@ def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
 
 def drop_sibling(ctx: Context, trajectory: Trajectory, reason: DropReason) -> None:
     """End an unfinished sibling as dropped; its group continues with the others."""
-    group = ctx.state.groups[trajectory.group]
+    group = ctx.state.work.groups[trajectory.group]
     _end_trajectories(ctx, group, [trajectory], EndKind.DROPPED, reason, -1)
     end_scoring(ctx, trajectory)
     _score_remaining(ctx, group)
@@ -147,7 +148,7 @@ def drop_scored(
 ) -> None:
     """End rewarded siblings of a batch as dropped, before their group ends."""
     _end_trajectories(
-        ctx, group, [ctx.state.trajectories[m] for m in members], EndKind.DROPPED, reason, -1
+        ctx, group, [ctx.state.work.trajectories[m] for m in members], EndKind.DROPPED, reason, -1
     )
 
 
@@ -156,8 +157,8 @@ def _score_remaining(ctx: Context, group: Group) -> None:
     state = ctx.state
     waiting = [t for t in list_members(state, group.id) if t.status == TrajectoryStatus.GENERATED]
     grouped = state.settings.reward_scope == "group"
-    if grouped and waiting and get_score_key(state, waiting[0]) not in state.commands:
-        state.unscored.update((t.id, None) for t in find_scorable(state, waiting[0]))
+    if grouped and waiting and get_score_key(state, waiting[0]) not in state.orders.commands:
+        state.work.unscored.update((t.id, None) for t in find_scorable(state, waiting[0]))
 
 
 def drop_group(ctx: Context, group: Group, reason: DropReason) -> None:
@@ -217,7 +218,7 @@ def _working_on(state: State, trajectory: Trajectory) -> list[str]:
     """List the replicas that generate it or have its environment's session.
 
     The session of a rewarded trajectory has ended by itself."""
-    replica, found = state.replicas.get(trajectory.replica), []
+    replica, found = state.members.replicas.get(trajectory.replica), []
     if replica is not None and trajectory.id in replica.running:
         found.append(replica.name)
     home = state.home_of(trajectory)
@@ -233,7 +234,7 @@ def _withdraw_trajectory(ctx: Context, trajectory: Trajectory) -> None:
     if state.settings.reward_scope != "group":
         ctx.end_command(keys.score_key(trajectory.id))
     remove_lost(state, trajectory)
-    state.unscored.pop(trajectory.id, None)
+    state.work.unscored.pop(trajectory.id, None)
     ctx.clear_timer(keys.resume_timer(trajectory.id))
     release_weights(ctx, trajectory)
 
@@ -284,30 +285,30 @@ def _close_trajectory(
     """Remove a trajectory whose end is on disk and update the ledger."""
     state = ctx.state
     trajectory = close_trajectory(state, ending.trajectory_id)
-    ledger = state.ledger
+    ledger = state.work.ledger
     ledger.trajectories.record_end(ending.end, ending.reason)
     ledger.tokens.issued += num_tokens - trajectory.num_tokens + tokens_lost
     ledger.tokens.record_end(ending.end, ending.reason, num_tokens)
     if tokens_lost:
         ledger.tokens.record_end(EndKind.DROPPED, DropReason.RESTARTED, tokens_lost)
-    group = state.groups[trajectory.group]
+    group = state.work.groups[trajectory.group]
     if group.status != GroupStatus.ENDING:
         invalidate_lengths(state, group)
     elif not list_members(state, group.id):
         ledger.groups.record_end(group.end, group.end_reason)
-        del state.groups[group.id]
+        del state.work.groups[group.id]
 
 
 def remove_unchosen(state: State, group: Group) -> None:
-    state.deadlines[group.deadline] -= 1
-    if not state.deadlines[group.deadline]:
-        del state.deadlines[group.deadline]
+    state.work.deadlines[group.deadline] -= 1
+    if not state.work.deadlines[group.deadline]:
+        del state.work.deadlines[group.deadline]
 
 
 def list_members(state: State, group_id: GroupId) -> list[Trajectory]:
     """List siblings that have not been closed."""
-    ids_ = state.groups[group_id].members
-    return [state.trajectories[m] for m in ids_ if m in state.trajectories]
+    ids_ = state.work.groups[group_id].members
+    return [state.work.trajectories[m] for m in ids_ if m in state.work.trajectories]
 
 
 def scored_members(state: State, group: Group) -> list[TrajectoryId]:

@@ -1,6 +1,6 @@
 """Recovery: lost work finds a new place; work that waited too long is moved or given up.
 
-Reads   state.lost_trajectories, state.unscored, timers, replicas
+Reads   state.work.lost, state.work.unscored, timers, replicas
 Writes  trajectory placements and attempts
 Emits   GenerateTrajectory, ScoreTrajectories, EndTrajectories, RestartActor
 
@@ -23,9 +23,11 @@ from laminar.core.scheduling.dispatch import lose_trajectory, newest_tokens, pla
 from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import get_pull_order, indexes_of
 from laminar.core.state.lost_work import LostEntry, goes_anywhere
+from laminar.core.state.members import Replica
 from laminar.core.state.replica_index import Kind
-from laminar.core.state.state import Replica, State, Trajectory
+from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
+from laminar.core.state.work import Trajectory
 from laminar.core.versions import load_sources
 from laminar.core.versions.broadcast import is_run_ending
 from laminar.events.reasons import DropReason
@@ -43,37 +45,37 @@ def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
 
     With `blame`, its work may have ended it."""
     state = ctx.state
-    replica = state.replicas.get(name)
+    replica = state.members.replicas.get(name)
     ctx.clear_timer(keys.progress_timer(name))
     if replica is None:
         return
     for trajectory_id in list(replica.running):
-        trajectory = state.trajectories[trajectory_id]
+        trajectory = state.work.trajectories[trajectory_id]
         trajectory.deaths += blame
-        if state.groups[trajectory.group].purpose == Purpose.EVAL:
+        if state.work.groups[trajectory.group].purpose == Purpose.EVAL:
             fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=blame)
         elif blame and trajectory.deaths >= DEATHS_MAX:
             groups.drop_sibling(ctx, trajectory, DropReason.QUARANTINED)
         else:
             lose_trajectory(ctx, trajectory_id)
     for trajectory_id in replica.incoming:
-        state.progress[trajectory_id].destination = ""  # its source releases it all the same
+        state.repack.progress[trajectory_id].destination = ""  # its source releases it all the same
     indexes.remove_replica(state, replica)
     for trajectory in _list_waiting_on(state, name):
         if trajectory.status == TrajectoryStatus.GENERATED:
             ctx.end_command(groups.get_score_key(state, trajectory))
-            state.unscored[trajectory.id] = None
-        elif state.groups[trajectory.group].purpose == Purpose.EVAL:
+            state.work.unscored[trajectory.id] = None
+        elif state.work.groups[trajectory.group].purpose == Purpose.EVAL:
             fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
     ctx.touch_all()
 
 
 def _list_waiting_on(state: State, name: str) -> list[Trajectory]:
     """List trajectories that wait for a reward or a next turn there, in the order of dispatch."""
-    there = [state.trajectories[t] for t in indexes_of(state).trajectories.get(name, ())]
+    there = [state.work.trajectories[t] for t in indexes_of(state).trajectories.get(name, ())]
     waiting = (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
     found = [t for t in there if t.status in waiting]
-    return sorted(found, key=lambda t: (state.groups[t.group].order, t.sibling))
+    return sorted(found, key=lambda t: (state.work.groups[t.group].order, t.sibling))
 
 
 def handle_resume_timeout(ctx: Context, trajectory_id: TrajectoryId) -> None:
@@ -83,8 +85,8 @@ def handle_resume_timeout(ctx: Context, trajectory_id: TrajectoryId) -> None:
     be the ones that begin again. An evaluation sample has no other version: if that is served
     nowhere, it is generated again."""
     state = ctx.state
-    trajectory = state.trajectories[trajectory_id]
-    held_out = state.groups[trajectory.group].purpose == Purpose.EVAL
+    trajectory = state.work.trajectories[trajectory_id]
+    held_out = state.work.groups[trajectory.group].purpose == Purpose.EVAL
     index = indexes_of(state).replicas
     waits = (held_out or state.settings.has_environment) and index.filter_kinds(
         lambda kind: kind.version == trajectory.version and kind.serving
@@ -108,7 +110,7 @@ def fail_sibling(
     """Drop a sibling that cannot be trained, or retry an evaluation sample.
 
     With `blame` the sample itself may be at fault, and its retries are limited."""
-    group = ctx.state.groups[trajectory.group]
+    group = ctx.state.work.groups[trajectory.group]
     if group.purpose == Purpose.TRAIN:
         return groups.drop_sibling(ctx, trajectory, reason)
     groups.drop_group(ctx, group, reason)
@@ -125,7 +127,7 @@ def turn_due(ctx: Context, trajectory: Trajectory) -> None:
     state = ctx.state
     kind = indexes_of(state).replicas.get_kind(state.home_of(trajectory))
     there = kind is not None and not kind.loading and kind.version == trajectory.version
-    if state.groups[trajectory.group].purpose == Purpose.EVAL and not there:
+    if state.work.groups[trajectory.group].purpose == Purpose.EVAL and not there:
         fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
 
 
@@ -140,7 +142,7 @@ def plan_lost(ctx: Context) -> None:
 
 def _next_lost(state: State) -> Trajectory | None:
     """Return the most urgent lost trajectory that can be placed."""
-    if not state.lost_trajectories:
+    if not state.work.lost:
         return None  # called after every event: mostly nothing is lost
     index, lost = indexes_of(state).replicas, indexes_of(state).lost
     newest = index.newest_able()
@@ -148,13 +150,13 @@ def _next_lost(state: State) -> Trajectory | None:
     for version in lost.list_versions():
         here, newer = bool(index.find_able_kinds(version)), newest > version
         first += lost.anywhere.get(version, [])[:1] if here or newer else []
-        gone = version not in indexes_of(state).held and version not in state.checkpoint_paths
+        gone = version not in indexes_of(state).held and not state.versions.has_checkpoint(version)
         waiting = lost.waiting.get(version, [])
         if here:
             first += waiting[:1]
         elif newer and gone:  # an evaluation sample, which has no deadline, has no other version
             first += islice((entry for entry in waiting if entry[0] >= 0), 1)
-    return state.trajectories[min(first)[3]] if first else None
+    return state.work.trajectories[min(first)[3]] if first else None
 
 
 def _find_replica(state: State, trajectory: Trajectory) -> Replica | None:
@@ -168,10 +170,10 @@ def _find_replica(state: State, trajectory: Trajectory) -> Replica | None:
     if (
         name
         and index.get_kind(name) in able
-        and admission.count_free_slots(state.replicas[name]) > 0
+        and admission.count_free_slots(state.members.replicas[name]) > 0
     ):
-        return state.replicas[name]
-    if not able and state.groups[trajectory.group].purpose == Purpose.TRAIN:
+        return state.members.replicas[name]
+    if not able and state.work.groups[trajectory.group].purpose == Purpose.TRAIN:
         able = index.find_able_kinds(index.newest_able())
     return index.find_least_loaded(able, room=1)
 
@@ -187,9 +189,9 @@ def able_kinds(state: State, trajectory: Trajectory) -> Collection[Kind]:
 def plan_unscored(ctx: Context) -> None:
     """Score responses whose replica is gone on another one."""
     state = ctx.state
-    while state.unscored:
+    while state.work.unscored:
         index = indexes_of(state).replicas
-        first = state.trajectories[next(iter(state.unscored))]
+        first = state.work.trajectories[next(iter(state.work.unscored))]
         late = (first.replica,) if first.batch_timeouts else ()
         scorer = index.find_least_loaded(index.kinds, room=0, but=late)
         scorer = scorer or index.find_least_loaded(index.kinds, room=0)
@@ -199,15 +201,15 @@ def plan_unscored(ctx: Context) -> None:
         if together:
             groups.score_siblings(ctx, together, groups.choose_scorer(state, first, scorer.name))
         else:
-            del state.unscored[first.id]
+            del state.work.unscored[first.id]
 
 
 def watch_progress(ctx: Context, name: str) -> None:
     """Re-arm a replica's progress timer, or restart its silent engine."""
     state = ctx.state
-    if not state.is_actor_alive(name):
+    if not state.members.is_actor_alive(name):
         return  # the replica has left a stopping run
-    replica = state.replicas.get(name)
+    replica = state.members.replicas.get(name)
     if replica is None:
         if not is_run_ending(state):
             limit_s = state.settings.engine_start_ms / 1000

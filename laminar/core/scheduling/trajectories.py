@@ -1,7 +1,7 @@
 """Trajectories: reports of replicas about their work.
 
 Reads   TrajectoryStarted, TokenProgress, TrajectoryFinished, TrajectoryFailed, TrajectoryRewarded
-Writes  trajectory.status, trajectory.reward_bits, state.unscored, replica.tokens_total, the ledger
+Writes  state.work, replica.tokens_total
 Emits   ScoreTrajectories, and through groups and recovery the consequences of an end
 """
 
@@ -13,9 +13,11 @@ from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.scheduling import dispatch, evaluation, failure_rate, groups, recovery
 from laminar.core.state.indexes import invalidate_gauges, invalidate_straggler, set_length
-from laminar.core.state.state import RepackState, State, Trajectory
+from laminar.core.state.migrations import RepackState
+from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
 from laminar.core.state.transitions import UNFINISHED, transition
+from laminar.core.state.work import Trajectory
 from laminar.core.validation import accept_any, is_count
 from laminar.events import events as ev
 from laminar.events.reasons import DropReason, FailureReason
@@ -35,8 +37,8 @@ def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     if trajectory is None or not transition(trajectory, "started"):
         return ctx.ignore("old-placement")
     if ctx.state.settings.has_environment:
-        ctx.state.sessions.setdefault(trajectory.id, ctx.stamped.peer)
-    progress = ctx.state.progress.get(trajectory.id)
+        ctx.state.work.sessions.setdefault(trajectory.id, ctx.stamped.peer)
+    progress = ctx.state.repack.progress.get(trajectory.id)
     if progress is not None:
         progress.prompt_tokens, progress.sampled = event.prompt_tokens, event.tokens_resumed
         if progress.source != ctx.stamped.peer:
@@ -55,7 +57,7 @@ def _has_valid_gauges(state: State, event: ev.TokenProgress) -> bool:
 @handles(ev.TokenProgress, valid=_has_valid_gauges, planned=False)
 def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
     """Record a gauge: the last value wins; more tokens than before is progress."""
-    replica = ctx.state.replicas.get(ctx.stamped.peer)
+    replica = ctx.state.members.replicas.get(ctx.stamped.peer)
     if replica is None:
         return ctx.ignore("not-ready")
     if event.tokens_total != replica.tokens_total:
@@ -65,7 +67,7 @@ def on_token_progress(ctx: Context, event: ev.TokenProgress) -> None:
         _record_gauges(replica.repack, event)
         for trajectory_id, tokens in event.lengths.items():
             if trajectory_id in replica.running:
-                ctx.state.progress[trajectory_id].sampled = tokens
+                ctx.state.repack.progress[trajectory_id].sampled = tokens
         invalidate_gauges(ctx.state, replica)
 
 
@@ -89,11 +91,11 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     if trajectory is None or not transition(trajectory, "finished"):
         return ctx.ignore("old-placement")
     dispatch.leave_engine(ctx, trajectory)
-    state.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
+    state.work.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
     set_length(state, trajectory, event.num_tokens)
     if state.settings.repack_policy:
-        state.finished += 1
-        state.finished_tokens += event.num_tokens
+        state.repack.finished += 1
+        state.repack.finished_tokens += event.num_tokens
     together = groups.find_scorable(state, trajectory)
     if together:
         groups.score_siblings(
@@ -106,7 +108,7 @@ def on_trajectory_failed(ctx: Context, event: ev.TrajectoryFailed) -> None:
     trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
     if trajectory is None or trajectory.status not in UNFINISHED:
         return ctx.ignore("old-placement")
-    purpose = ctx.state.groups[trajectory.group].purpose
+    purpose = ctx.state.work.groups[trajectory.group].purpose
     recovery.fail_sibling(ctx, trajectory, DropReason(event.reason))
     reason = failure_rate.FAILED_REASONS.get(event.reason)
     if reason is not None:
@@ -128,10 +130,10 @@ def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     if trajectory is None or not transition(trajectory, "rewarded"):
         return ctx.ignore("old-placement")
     trajectory.reward_bits, trajectory.correct = event.reward_bits, event.correct
-    state.unscored.pop(trajectory.id, None)
+    state.work.unscored.pop(trajectory.id, None)
     groups.end_scoring(ctx, trajectory)
     groups.release_weights(ctx, trajectory)
-    group = state.groups[trajectory.group]
+    group = state.work.groups[trajectory.group]
     groups.finish_sibling(ctx, group)
     if group.purpose == Purpose.EVAL:
         evaluation.group_evaluated(ctx, group, event)
@@ -153,7 +155,7 @@ def on_turn_finished(ctx: Context, event: ev.TurnFinished) -> None:
     trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
     if trajectory is None or trajectory.status != TrajectoryStatus.GENERATED:
         return ctx.ignore("old-placement")
-    state.unscored.pop(trajectory.id, None)
+    state.work.unscored.pop(trajectory.id, None)
     dispatch.await_turn(ctx, trajectory)
     groups.end_scoring(ctx, trajectory)
     recovery.turn_due(ctx, trajectory)
@@ -162,7 +164,7 @@ def on_turn_finished(ctx: Context, event: ev.TurnFinished) -> None:
 
 def _find_placed(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:
     """Return the trajectory, if this is its present placement."""
-    trajectory = ctx.state.trajectories.get(trajectory_id)
+    trajectory = ctx.state.work.trajectories.get(trajectory_id)
     if trajectory is None or trajectory.placement != placement:
         return None
     return trajectory

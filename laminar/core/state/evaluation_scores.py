@@ -1,7 +1,7 @@
 """Scores of evaluations: counted while one runs, summarized when it is done.
 
 Reads   TrajectoryRewarded of evaluation samples
-Writes  EvaluationCounts, in state.evaluation; EvaluationResult, in state.evaluations
+Writes  EvaluationCounts of the running evaluation; EvaluationResult, once it is done
 
 No decision depends on it. It is in the state, and not in an observer, because an evaluation
 continues when the coordinator is restarted. Sums are kept as the bits of float64, as scores are.

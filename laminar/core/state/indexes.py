@@ -1,8 +1,8 @@
 """Indexes over the state, so that no decision has to iterate over all of it.
 
 Reads   State
-Writes  state.actors, actor.alive, state.replicas, relay.held, state.commands, state.timers,
-        state.ready, state.lost_trajectories, trajectory.replica, trajectory.restart, each
+Writes  state.members.actors, actor.alive, state.members.replicas, relay.held, state.orders,
+        state.work.ready, state.work.lost, trajectory.replica, trajectory.restart, each
         together with its index; nothing else in the core changes them
 Gives   Indexes (`indexes_of(state)`); `update_replica`, to be called after a change of a
         replica; `live_actor`, `find_trainer`, `working_trainer`, `master_relay`,
@@ -17,19 +17,13 @@ from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 
 from laminar.core.state import keys
-from laminar.core.state.keys import CommandKey, TimerName
+from laminar.core.state.keys import CommandKey, OutstandingCommand, TimerName
 from laminar.core.state.lost_work import LostWork
+from laminar.core.state.members import ActorState, RelayState, Replica
+from laminar.core.state.migrations import StragglerLoad
 from laminar.core.state.replica_index import ReplicaIndex
-from laminar.core.state.state import (
-    ActorState,
-    Group,
-    OutstandingCommand,
-    RelayState,
-    Replica,
-    State,
-    Trajectory,
-)
-from laminar.core.state.straggler_load import StragglerLoad
+from laminar.core.state.state import State
+from laminar.core.state.work import Group, Trajectory
 from laminar.events.commands import PullWeights
 from laminar.events.reasons import PullPurpose
 from laminar.names.ids import GroupId, TrajectoryId
@@ -50,12 +44,12 @@ class Indexes:
         self.left: list[str] = []
         #: keys of outstanding commands by addressee
         self.commands: dict[str, dict[CommandKey, None]] = {}
-        #: heap of (due time in ns, name); entries that state.timers lacks are skipped
-        self.timers = [(due, name) for name, due in state.timers.items()]
+        #: heap of (due time in ns, name); entries that state.orders.timers lacks are skipped
+        self.timers = [(due, name) for name, due in state.orders.timers.items()]
         heapify(self.timers)
         #: finished groups in the order in which they must be trained: (deadline, order, id)
         self.ready: list[tuple[int, int, str]] = sorted(
-            (*_rank_group(state.groups[g]), g) for g in state.ready
+            (*_rank_group(state.work.groups[g]), g) for g in state.work.ready
         )
         #: names of replicas by the relay of their machine
         self.served: dict[str, dict[str, None]] = {}
@@ -76,18 +70,18 @@ class Indexes:
         self.standings: dict[str, StragglerLoad] = {}
 
     def _index_state(self, state: State) -> None:
-        for actor in state.actors.values():
+        for actor in state.members.actors.values():
             self.roles.setdefault(actor.role, {})[actor.name] = None
             self.num_alive += actor.alive
-        for key, outstanding in state.commands.items():
+        for key, outstanding in state.orders.commands.items():
             self.commands.setdefault(outstanding.command.to, {})[key] = None
             self.count_fetched(outstanding, 1)
-        for replica in state.replicas.values():
+        for replica in state.members.replicas.values():
             self.served.setdefault(replica.relay, {})[replica.name] = None
-        for relay in state.relays.values():
+        for relay in state.members.relays.values():
             for version in relay.held:
                 self.held.setdefault(version, {})[relay.name] = None
-        for trajectory in state.trajectories.values():
+        for trajectory in state.work.trajectories.values():
             self.trajectories.setdefault(trajectory.replica, {})[trajectory.id] = None
             self.count_length(trajectory, 1)
 
@@ -139,29 +133,29 @@ def indexes_of(state: State) -> Indexes:
 
 def add_actor(state: State, actor: ActorState) -> None:
     """Add an actor; an earlier process of its name is no longer alive."""
-    indexes, before = indexes_of(state), state.actors.get(actor.name)
+    indexes, before = indexes_of(state), state.members.actors.get(actor.name)
     if before is not None:
         indexes.left.append(before.boot_id)
-    state.actors[actor.name] = actor
+    state.members.actors[actor.name] = actor
     indexes.roles.setdefault(actor.role, {})[actor.name] = None
     indexes.num_alive += 1
 
 
 def end_actor(state: State, name: str) -> None:
     """Mark an actor's process as gone or fenced."""
-    indexes, actor = indexes_of(state), state.actors[name]
+    indexes, actor = indexes_of(state), state.members.actors[name]
     indexes.left.append(actor.boot_id)
     indexes.num_alive -= actor.alive
     actor.alive = False
-    if name in state.replicas:
-        indexes.replicas.update(state, state.replicas[name])
+    if name in state.members.replicas:
+        indexes.replicas.update(state, state.members.replicas[name])
 
 
 def live_actor(state: State, role: Role) -> ActorState | None:
     """Return the live actor of a single role (store, trainer); None while it is not alive."""
     for name in indexes_of(state).roles.get(role, ()):
-        if state.actors[name].alive:
-            return state.actors[name]
+        if state.members.actors[name].alive:
+            return state.members.actors[name]
     return None
 
 
@@ -170,14 +164,14 @@ def find_trainer(state: State) -> ActorState | None:
     live = live_actor(state, Role.TRAINER)
     if live is None and state.settings.keeps_checkpoints:
         for name in indexes_of(state).roles.get(Role.TRAINER, ()):
-            return state.actors[name]
+            return state.members.actors[name]
     return live
 
 
 def working_trainer(state: State) -> ActorState | None:
     """Return the trainer if it can be given work: ready, and with all steps of the log done."""
     live = live_actor(state, Role.TRAINER)
-    return live if live is not None and live.ready and state.steps_repeated < 0 else None
+    return live if live is not None and live.ready and state.steps.repeated < 0 else None
 
 
 def take_left(state: State) -> list[str]:
@@ -189,14 +183,14 @@ def take_left(state: State) -> list[str]:
 
 def add_replica(state: State, replica: Replica) -> None:
     indexes = indexes_of(state)
-    state.replicas[replica.name] = replica
+    state.members.replicas[replica.name] = replica
     indexes.served.setdefault(replica.relay, {})[replica.name] = None
     indexes.replicas.add(state, replica)
 
 
 def remove_replica(state: State, replica: Replica) -> None:
     indexes = indexes_of(state)
-    del state.replicas[replica.name]
+    del state.members.replicas[replica.name]
     del indexes.served[replica.relay][replica.name]
     indexes.replicas.remove(replica)
     indexes.standings.pop(replica.name, None)
@@ -221,14 +215,14 @@ def invalidate_gauges(state: State, replica: Replica) -> None:
     standings = indexes_of(state).standings
     standings.pop(replica.name, None)
     for trajectory_id in replica.outgoing:
-        standings.pop(state.progress[trajectory_id].destination, None)
+        standings.pop(state.repack.progress[trajectory_id].destination, None)
 
 
 def invalidate_straggler(state: State, trajectory: Trajectory) -> None:
     """Invalidate the cached loads of a trajectory's replica and destination."""
     standings = indexes_of(state).standings
     standings.pop(trajectory.replica, None)
-    standings.pop(state.progress[trajectory.id].destination, None)
+    standings.pop(state.repack.progress[trajectory.id].destination, None)
 
 
 def set_length(state: State, trajectory: Trajectory, num_tokens: int) -> None:
@@ -237,15 +231,15 @@ def set_length(state: State, trajectory: Trajectory, num_tokens: int) -> None:
     indexes.count_length(trajectory, -1)
     trajectory.num_tokens = num_tokens
     indexes.count_length(trajectory, 1)
-    invalidate_lengths(state, state.groups[trajectory.group])
+    invalidate_lengths(state, state.work.groups[trajectory.group])
 
 
 def invalidate_lengths(state: State, group: Group) -> None:
     """Invalidate cached loads after a trajectory of the group has finished, or is forgotten."""
     if indexes_of(state).standings:
         for name in group.members:
-            if name in state.trajectories:
-                invalidate_straggler(state, state.trajectories[name])
+            if name in state.work.trajectories:
+                invalidate_straggler(state, state.work.trajectories[name])
 
 
 # --- relays -------------------------------------------------------------------------------------
@@ -256,15 +250,15 @@ def master_relay(state: State) -> RelayState | None:
 
     Versions that an absent trainer has published count, too."""
     source = find_trainer(state)
-    if source is None or not state.relay_chain:
+    if source is None or not state.members.relay_chain:
         return None
-    head = state.relays[state.relay_chain[0]]
+    head = state.members.relays[state.members.relay_chain[0]]
     return head if head.node == source.node else None
 
 
 def remove_relay(state: State, relay: RelayState) -> None:
     set_held(state, relay, [])
-    del state.relays[relay.name]
+    del state.members.relays[relay.name]
     update_relay(state, relay)
 
 
@@ -272,7 +266,7 @@ def update_relay(state: State, relay: RelayState) -> None:
     """Update the replicas of a relay's machine after it got a newer version, or is gone."""
     indexes = indexes_of(state)
     for name in indexes.served_by(relay.name):
-        indexes.replicas.update(state, state.replicas[name])
+        indexes.replicas.update(state, state.members.replicas[name])
 
 
 def set_held(state: State, relay: RelayState, held: list[int]) -> bool:
@@ -296,8 +290,8 @@ def set_held(state: State, relay: RelayState, held: list[int]) -> bool:
 def add_command(state: State, key: CommandKey, outstanding: OutstandingCommand) -> None:
     """Add an outstanding command, in place of an earlier one under the same key."""
     indexes = indexes_of(state)
-    _forget_command(indexes, key, state.commands.get(key))
-    state.commands[key] = outstanding
+    _forget_command(indexes, key, state.orders.commands.get(key))
+    state.orders.commands[key] = outstanding
     indexes.commands.setdefault(outstanding.command.to, {})[key] = None
     indexes.count_fetched(outstanding, 1)
 
@@ -305,7 +299,7 @@ def add_command(state: State, key: CommandKey, outstanding: OutstandingCommand) 
 def end_command(state: State, key: CommandKey) -> OutstandingCommand | None:
     """Remove and return an outstanding command; None if it was not outstanding."""
     indexes = indexes_of(state)
-    outstanding = state.commands.pop(key, None)
+    outstanding = state.orders.commands.pop(key, None)
     _forget_command(indexes, key, outstanding)
     return outstanding
 
@@ -320,7 +314,7 @@ def _forget_command(
 
 def get_pull_order(state: State, replica: str) -> PullWeights | None:
     """Return the outstanding order to load of a replica, or None."""
-    outstanding = state.commands.get(keys.pull_key(replica))
+    outstanding = state.orders.commands.get(keys.pull_key(replica))
     command = outstanding.command if outstanding is not None else None
     return command if isinstance(command, PullWeights) else None
 
@@ -332,7 +326,7 @@ def is_streaming(state: State, replica: str) -> bool:
 
 
 def set_timer(state: State, name: TimerName, due_ns: int) -> None:
-    timers, heap = state.timers, indexes_of(state).timers
+    timers, heap = state.orders.timers, indexes_of(state).timers
     timers[name] = due_ns
     heappush(heap, (due_ns, name))
     if len(heap) > 2 * len(timers) + STALE_TIMERS_MAX:
@@ -343,12 +337,12 @@ def set_timer(state: State, name: TimerName, due_ns: int) -> None:
 def clear_timer(state: State, name: TimerName) -> bool:
     """Clear a timer and return whether it was set; the heap drops its entry later."""
     indexes_of(state)  # build the indexes first: whether lost work waits follows from its timer
-    return state.timers.pop(name, None) is not None
+    return state.orders.timers.pop(name, None) is not None
 
 
 def get_next_timer_ns(state: State) -> int | None:
     """Return when the earliest timer is due; None without timers."""
-    timers, heap = state.timers, indexes_of(state).timers
+    timers, heap = state.orders.timers, indexes_of(state).timers
     while heap and timers.get(heap[0][1]) != heap[0][0]:
         heappop(heap)
     return heap[0][0] if heap else None
@@ -382,9 +376,9 @@ def assign_replica(state: State, trajectory: Trajectory, replica: str) -> None:
 def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
     """Remove and return a trajectory that has ended."""
     by_replica = indexes_of(state).trajectories
-    trajectory = state.trajectories.pop(trajectory_id)
-    state.progress.pop(trajectory_id, None)
-    state.sessions.pop(trajectory_id, None)
+    trajectory = state.work.trajectories.pop(trajectory_id)
+    state.repack.progress.pop(trajectory_id, None)
+    state.work.sessions.pop(trajectory_id, None)
     del by_replica[trajectory.replica][trajectory_id]
     indexes_of(state).count_length(trajectory, -1)
     return trajectory
@@ -392,37 +386,37 @@ def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
 
 def add_ready(state: State, group: Group) -> None:
     ready = indexes_of(state).ready
-    state.ready[group.id] = None
+    state.work.ready[group.id] = None
     insort(ready, (*_rank_group(group), group.id))
 
 
 def remove_ready(state: State, group: Group) -> None:
     """Remove a group that is in a batch, or dropped; do nothing if it was not ready."""
     ready = indexes_of(state).ready
-    if group.id in state.ready:
-        del state.ready[group.id]
+    if group.id in state.work.ready:
+        del state.work.ready[group.id]
         del ready[bisect_left(ready, (*_rank_group(group), group.id))]
 
 
 def add_lost(state: State, trajectory: Trajectory) -> None:
     indexes = indexes_of(state)
-    state.lost_trajectories[trajectory.id] = None
+    state.work.lost[trajectory.id] = None
     indexes.lost.add(state, trajectory)
 
 
 def remove_lost(state: State, trajectory: Trajectory) -> None:
     """Remove lost work that has a place again, or ends; do nothing if it was not lost."""
     lost = indexes_of(state).lost
-    if trajectory.id in state.lost_trajectories:
-        del state.lost_trajectories[trajectory.id]
+    if trajectory.id in state.work.lost:
+        del state.work.lost[trajectory.id]
         lost.remove(trajectory)
 
 
 def end_version_wait(state: State, trajectory_id: TrajectoryId) -> None:
     """End the wait of lost work for its version: any newer one will do."""
     lost = indexes_of(state).lost
-    if trajectory_id in state.lost_trajectories:
-        lost.end_version_wait(state.trajectories[trajectory_id])
+    if trajectory_id in state.work.lost:
+        lost.end_version_wait(state.work.trajectories[trajectory_id])
 
 
 def restart_from_prompt(state: State, trajectory: Trajectory) -> None:

@@ -1,7 +1,7 @@
-"""Keys of outstanding commands and names of timers, made and parsed only here.
+"""Orders: outstanding commands and timers, with their keys, made and parsed only here.
 
 Reads   nothing
-Gives   CommandKey and TimerName, with a function or constant for each; parse_timer
+Gives   Orders; CommandKey and TimerName, with a function or constant for each; parse_timer
 
 Both are texts, because the state has them as keys and the log names the timer that fired:
 "generate:0.17.3" is the order to generate a trajectory, "resume:0.17.3" the time that lost work
@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import NamedTuple, NewType
+
+import msgspec
+
+from laminar.events.commands import AnyCommand
 
 CommandKey = NewType("CommandKey", str)
 TimerName = NewType("TimerName", str)
@@ -124,3 +128,23 @@ def parse_timer(name: str) -> ParsedTimer:
     """Parse a timer's name; raise ValueError if it is not one."""
     kind, _, subject = name.partition(":")
     return ParsedTimer(TimerKind(kind), subject)
+
+
+# --- the record -------------------------------------------------------------------------------
+
+
+class OutstandingCommand(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A command that waits for its ending event."""
+
+    command_id: int
+    cause: int
+    incarnation: int  #: incarnation of the addressed actor
+    command: AnyCommand
+
+
+class Orders(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The commands that wait for their ending events, and the timers."""
+
+    #: outstanding commands by key, e.g. "generate:0.17.3", in the order of issue
+    commands: dict[CommandKey, OutstandingCommand] = {}
+    timers: dict[TimerName, int] = {}  #: due time in ns by name

@@ -1,6 +1,6 @@
 """Lost work in the order in which it is placed again.
 
-Reads   state.lost_trajectories, resume timers, trajectory.restart
+Reads   state.work.lost, resume timers, trajectory.restart
 Gives   LostWork (`indexes_of(state).lost`): by version, the work to place next, and the work that
         still waits for its own version
 
@@ -14,13 +14,14 @@ from itertools import count
 from typing import Any
 
 from laminar.core.state import keys
-from laminar.core.state.state import State, Trajectory
+from laminar.core.state.state import State
+from laminar.core.state.work import Trajectory
 from laminar.names.ids import Purpose, TrajectoryId
 
 
 def goes_anywhere(state: State, trajectory: Trajectory) -> bool:
     """Return whether it resumes on any newer version at once; an evaluation sample never does."""
-    return state.settings.in_flight and state.groups[trajectory.group].purpose == Purpose.TRAIN
+    return state.settings.in_flight and state.work.groups[trajectory.group].purpose == Purpose.TRAIN
 
 
 LostEntry = tuple[int, int, int, TrajectoryId]
@@ -39,14 +40,14 @@ class LostWork:
         self.resumable: dict[int, dict[TrajectoryId, None]] = {}
         self._entries: dict[TrajectoryId, LostEntry] = {}
         self._count = count()
-        for trajectory_id in state.lost_trajectories:
-            self.add(state, state.trajectories[trajectory_id])
-            if keys.resume_timer(trajectory_id) not in state.timers:
-                self.end_version_wait(state.trajectories[trajectory_id])
+        for trajectory_id in state.work.lost:
+            self.add(state, state.work.trajectories[trajectory_id])
+            if keys.resume_timer(trajectory_id) not in state.orders.timers:
+                self.end_version_wait(state.work.trajectories[trajectory_id])
 
     def add(self, state: State, trajectory: Trajectory) -> None:
         """Add a lost trajectory: it waits for its version, unless any newer one does at once."""
-        group = state.groups[trajectory.group]
+        group = state.work.groups[trajectory.group]
         entry = (group.deadline, group.order, next(self._count), trajectory.id)
         self._entries[trajectory.id] = entry
         anywhere = trajectory.restart or goes_anywhere(state, trajectory)

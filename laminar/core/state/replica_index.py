@@ -5,7 +5,7 @@ Gives   ReplicaIndex (`indexes_of(state).replicas`): queries over all replicas
 
 Part of the indexes: it follows from the state; code that changes a replica calls `update`. Replicas
 of one kind differ in their load only, and there are few kinds, so no query iterates over all
-replicas. Numbers give them the order of `state.replicas`, which breaks ties."""
+replicas. Numbers give them the order of `state.members.replicas`, which breaks ties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
-from laminar.core.state.state import Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 
 
 class Kind(NamedTuple):
@@ -52,7 +53,7 @@ class ReplicaIndex:
         self.replicas: dict[int, Replica] = {}
         self.filed: dict[str, tuple[Kind, Load]] = {}  #: kind and load of live replicas, by name
         self._count = count()
-        for replica in state.replicas.values():
+        for replica in state.members.replicas.values():
             self.add(state, replica)
 
     # --- updates ----------------------------------------------------------------------------------
@@ -69,10 +70,10 @@ class ReplicaIndex:
 
     def update(self, state: State, replica: Replica) -> None:
         """Refile a replica after any change."""
-        actor = state.actors.get(replica.name)
+        actor = state.members.actors.get(replica.name)
         if actor is None or not actor.alive:
             return self._refile_replica(replica.name, None)
-        relay = state.relays.get(replica.relay)
+        relay = state.members.relays.get(replica.relay)
         kind = Kind(
             replica.version,
             replica.step,

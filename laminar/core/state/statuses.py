@@ -1,12 +1,16 @@
 """The phase of a run, and the status of a trajectory or a group: one enumeration each.
 
 Reads   nothing
-Gives   Phase, TrajectoryStatus, GroupStatus; transitions.py has their meanings and moves
+Gives   Phase, TrajectoryStatus, GroupStatus; transitions.py has their meanings and moves;
+        encode_default
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
+
+import msgspec
 
 
 class Phase(StrEnum):
@@ -40,3 +44,8 @@ class GroupStatus(StrEnum):
     READY = "ready"
     CHOSEN = "chosen"
     ENDING = "ending"
+
+
+def encode_default(value: StrEnum) -> Any:
+    """Return a default that is kept in the encoding, as when it was a plain text."""
+    return msgspec.field(default_factory=lambda: value)

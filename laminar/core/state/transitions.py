@@ -1,7 +1,7 @@
 """Statuses and legal moves of trajectories, groups, the run, actors and weight versions.
 
 Reads   a status and a trigger
-Writes  trajectory.status, group.status, state.phase
+Writes  trajectory.status, group.status, state.run.phase
 Gives   TABLES; docs/states.md is drawn from them (tools/make/states.py)
 
 Trajectories, groups and the run store their status and move by these tables. The status of an actor
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from laminar.core.state.state import Group, State, Trajectory
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase, TrajectoryStatus
+from laminar.core.state.work import Group, Trajectory
 
 DISPATCHED, RUNNING, GENERATED, REWARDED, RELEASING, LOST, ENDING = TrajectoryStatus
 
@@ -192,4 +193,4 @@ def move_group(group: Group, trigger: str) -> None:
 
 def move_run(state: State, trigger: str) -> None:
     """Enter the next phase; raise KeyError for a move that no decision may make."""
-    state.phase = RUN.moves[state.phase, trigger]
+    state.run.phase = RUN.moves[state.run.phase, trigger]

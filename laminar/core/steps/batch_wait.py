@@ -1,7 +1,7 @@
 """The end of a batch's wait: act on the group that an idle trainer waits for.
 
 Reads   the first group that the next batch lacks, replicas with room
-Writes  trajectory.batch_timeouts, trajectory.status, state.unscored
+Writes  trajectory.batch_timeouts, trajectory.status, state.work.unscored
 Emits   GenerateTrajectory, EndTrajectories
 """
 
@@ -13,9 +13,9 @@ from laminar.core.scheduling import groups, recovery
 from laminar.core.scheduling.dispatch import lose_trajectory, place_lost
 from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import indexes_of
-from laminar.core.state.state import Group, Trajectory
 from laminar.core.state.statuses import TrajectoryStatus
 from laminar.core.state.transitions import IN_ENGINE, UNFINISHED
+from laminar.core.state.work import Group, Trajectory
 from laminar.core.steps import batching
 from laminar.events.reasons import DropReason
 
@@ -46,7 +46,7 @@ def _unblock_trajectory(ctx: Context, group: Group, trajectory: Trajectory) -> N
     state = ctx.state
     if trajectory.status == TrajectoryStatus.GENERATED:
         ctx.end_command(groups.get_score_key(state, trajectory))
-        state.unscored[trajectory.id] = None
+        state.work.unscored[trajectory.id] = None
         return
     index = indexes_of(state).replicas
     elsewhere = index.find_least_loaded(

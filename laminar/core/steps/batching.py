@@ -1,7 +1,7 @@
 """Batching: finished groups become batches.
 
-Reads   state.ready, state.deadlines, settings
-Writes  state.batch, state.batches_chosen, state.proposal
+Reads   state.work.ready, state.work.deadlines, settings
+Writes  state.steps.batch, state.steps.chosen, state.steps.proposal
 Emits   TrainStep, ProposeBatch
 
 Batches are chosen by (deadline, dispatch order), never by order of completion: that would put short
@@ -16,13 +16,15 @@ from laminar.core.failing import fail_run
 from laminar.core.registry import handles
 from laminar.core.scheduling.admission import bound_holds, groups_wanted
 from laminar.core.scheduling.groups import drop_scored, end_group, remove_unchosen, scored_members
-from laminar.core.state import keys, versions
+from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import indexes_of, remove_ready, working_trainer
 from laminar.core.state.scores import float_of
-from laminar.core.state.state import Batch, Group, State
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase
+from laminar.core.state.steps import Batch, StepRecord
 from laminar.core.state.transitions import move_group
+from laminar.core.state.work import Group
 from laminar.core.validation import accept_any, is_allocated, is_count
 from laminar.core.versions import publishing
 from laminar.events import commands as cmd
@@ -43,17 +45,21 @@ GRADIENT = "gradient"  #: the subject of failures of the gradient
 
 def is_trainer_idle(state: State) -> bool:
     """Return whether no command to the trainer is outstanding."""
-    if state.batch is not None or keys.PUBLISH in state.commands or keys.EXPORT in state.commands:
+    if (
+        state.steps.batch is not None
+        or keys.PUBLISH in state.orders.commands
+        or keys.EXPORT in state.orders.commands
+    ):
         return False
-    return working_trainer(state) is not None and state.newest_version >= 0
+    return working_trainer(state) is not None and state.versions.newest >= 0
 
 
 def choose_batch(ctx: Context) -> bool:
     """Give the trainer its next batch if there is one; return whether the state changed."""
     state = ctx.state
     if (
-        state.phase != Phase.RUNNING
-        or state.draining
+        state.run.phase != Phase.RUNNING
+        or state.run.draining
         or not is_trainer_idle(state)
         or are_steps_done(state)
     ):
@@ -69,24 +75,24 @@ def choose_batch(ctx: Context) -> bool:
 
 def are_steps_done(state: State) -> bool:
     total = state.settings.total_steps
-    return bool(total) and state.batches_chosen >= total
+    return bool(total) and state.steps.chosen >= total
 
 
 def batch_size(state: State) -> int:
     """Return the groups of the next batch: G, or the rest when the data has ended; 0: not yet."""
     full = state.settings.groups_per_step
-    if len(state.ready) >= full:
+    if len(state.work.ready) >= full:
         return full
-    everything_ready = len(state.ready) == sum(state.deadlines.values())
+    everything_ready = len(state.work.ready) == sum(state.work.deadlines.values())
     no_more = groups_wanted(state) <= 0
-    if state.ready and everything_ready and no_more and not state.settings.drop_last:
-        return len(state.ready)
+    if state.work.ready and everything_ready and no_more and not state.settings.drop_last:
+        return len(state.work.ready)
     return 0
 
 
 def by_deadline(state: State) -> list[Group]:
     """Return finished groups in the order in which they must be trained."""
-    return [state.groups[GroupId(group_id)] for _, _, group_id in indexes_of(state).ready]
+    return [state.work.groups[GroupId(group_id)] for _, _, group_id in indexes_of(state).ready]
 
 
 def by_priority(state: State) -> list[Group]:
@@ -95,7 +101,7 @@ def by_priority(state: State) -> list[Group]:
     Each part is ordered by deadline."""
 
     def agrees(group: Group) -> bool:
-        bits = [state.trajectories[m].reward_bits for m in scored_members(state, group)]
+        bits = [state.work.trajectories[m].reward_bits for m in scored_members(state, group)]
         return min(bits) == max(bits)
 
     return sorted(by_deadline(state), key=agrees)
@@ -108,7 +114,7 @@ def _select_batch(ctx: Context, count: int) -> list[Group] | None:
     """Choose the strategy's batch if it keeps the bound, else the earliest deadlines, or None."""
     state = ctx.state
     name = state.settings.batch_strategy
-    if name not in STRATEGIES and state.proposal is None and not state.proposal_failed:
+    if name not in STRATEGIES and state.steps.proposal is None and not state.steps.proposal_failed:
         _ask_strategy(ctx, count)
         return None
     if not _earliest_preserve_bound(state, count):
@@ -116,7 +122,7 @@ def _select_batch(ctx: Context, count: int) -> list[Group] | None:
     if name in STRATEGIES:
         batch = STRATEGIES[name](state)[:count]
     else:
-        batch = [state.groups[g] for g in state.proposal or ()]
+        batch = [state.work.groups[g] for g in state.steps.proposal or ()]
     if len(batch) == count and preserves_bound(state, batch):
         return batch
     return by_deadline(state)[:count]
@@ -124,31 +130,31 @@ def _select_batch(ctx: Context, count: int) -> list[Group] | None:
 
 def preserves_bound(state: State, batch: list[Group]) -> bool:
     """Return whether the inequality holds for the remaining groups once this batch is chosen."""
-    rest = dict(state.deadlines)
+    rest = dict(state.work.deadlines)
     for group in batch:
         rest[group.deadline] -= 1
-    return bound_holds(rest, state.batches_chosen + 1, state.settings.groups_per_step)
+    return bound_holds(rest, state.steps.chosen + 1, state.settings.groups_per_step)
 
 
 def _earliest_preserve_bound(state: State, count: int) -> bool:
     """Return whether any batch of this size preserves the bound: if one does, the earliest does.
 
     Called after every event while the trainer waits, so it counts instead of listing."""
-    rest = dict(state.deadlines)
+    rest = dict(state.work.deadlines)
     for deadline in sorted(rest):
         taken = min(count, indexes_of(state).count_ready(deadline))
         rest[deadline] -= taken
         count -= taken
-    return bound_holds(rest, state.batches_chosen + 1, state.settings.groups_per_step)
+    return bound_holds(rest, state.steps.chosen + 1, state.settings.groups_per_step)
 
 
 def _ask_strategy(ctx: Context, count: int) -> None:
-    if keys.PROPOSE in ctx.state.commands:
+    if keys.PROPOSE in ctx.state.orders.commands:
         return
     candidates = tuple(_make_candidate(ctx.state, group) for group in by_deadline(ctx.state))
     ctx.issue_command(
         cmd.ProposeBatch(
-            to=STRATEGY, step_index=ctx.state.batches_chosen, count=count, candidates=candidates
+            to=STRATEGY, step_index=ctx.state.steps.chosen, count=count, candidates=candidates
         ),
         key=keys.PROPOSE,
         timeout_ms=PROPOSAL_TIMEOUT_MS,
@@ -156,7 +162,7 @@ def _ask_strategy(ctx: Context, count: int) -> None:
 
 
 def _make_candidate(state: State, group: Group) -> cmd.BatchCandidate:
-    scored = [state.trajectories[m] for m in scored_members(state, group)]
+    scored = [state.work.trajectories[m] for m in scored_members(state, group)]
     return cmd.BatchCandidate(
         group=group.id,
         row_index=group.row_index,
@@ -172,36 +178,38 @@ def _make_candidate(state: State, group: Group) -> cmd.BatchCandidate:
 def on_batch_proposed(ctx: Context, event: ev.BatchProposed) -> None:
     """Keep a usable answer; otherwise fall back to the default and count it."""
     state, groups = ctx.state, event.groups
-    if event.step_index != state.batches_chosen or ctx.end_command(keys.PROPOSE) is None:
+    if event.step_index != state.steps.chosen or ctx.end_command(keys.PROPOSE) is None:
         return ctx.ignore("late")
     distinct = list(dict.fromkeys(groups))
-    if len(distinct) == len(groups) == batch_size(state) and all(g in state.ready for g in groups):
-        state.proposal = distinct
+    if len(distinct) == len(groups) == batch_size(state) and all(
+        g in state.work.ready for g in groups
+    ):
+        state.steps.proposal = distinct
     else:
-        state.proposal_failed = True
+        state.steps.proposal_failed = True
         ctx.ignore("unusable-proposal")
 
 
 def _train_groups(ctx: Context, groups: list[Group]) -> None:
     state = ctx.state
-    step = state.batches_chosen
+    step = state.steps.chosen
     shuffled = sorted(groups, key=lambda g: ids.hash64(state.settings.seed, "batch", step, g.id))
     for group in shuffled:
         move_group(group, "choose")
         remove_ready(state, group)
         remove_unchosen(state, group)
-    version = versions.new_version(state, step + 1)
-    state.batch = Batch(step_index=step, version=version, groups=[g.id for g in shuffled])
-    state.batches_chosen += 1
-    state.proposal, state.proposal_failed = None, False
+    version = state.versions.allocate(step + 1)
+    state.steps.batch = Batch(step_index=step, version=version, groups=[g.id for g in shuffled])
+    state.steps.chosen += 1
+    state.steps.proposal, state.steps.proposal_failed = None, False
     ctx.clear_timer(keys.BATCH_TIMEOUT)
-    order_batch(ctx, state.batch)
+    order_batch(ctx, state.steps.batch)
     ctx.touch_all()
 
 
 def rows_of(state: State, batch: Batch) -> list[TrajectoryId]:
     """Return the trajectories of the batch in the order in which they are trained."""
-    return [m for g in batch.groups for m in scored_members(state, state.groups[g])]
+    return [m for g in batch.groups for m in scored_members(state, state.work.groups[g])]
 
 
 def order_batch(ctx: Context, batch: Batch) -> None:
@@ -229,30 +237,46 @@ def _has_version_of_step(state: State, event: ev.StepCompleted) -> bool:
 def on_step_completed(ctx: Context, event: ev.StepCompleted) -> None:
     """End a batch that the trainer's step log has as trained."""
     state = ctx.state
-    if state.batch is None or state.batch.step_index != event.step_index:
+    if state.steps.batch is None or state.steps.batch.step_index != event.step_index:
         return ctx.ignore("repeat")
     ordered = ctx.end_command(keys.TRAIN)
     if ordered is None:  # a returning trainer has not been given it yet
         return ctx.ignore("not-ordered")
-    versions.step_trained(state, state.batch, rows_of(state, state.batch))
-    _end_batch(ctx, state.batch, event.left_out)
+    _record_step(state, state.steps.batch)
+    _end_batch(ctx, state.steps.batch, event.left_out)
     publishing.expect_version(ctx, event.version, ordered.cause)
     _count_nonfinite(ctx, event)
     ctx.touch_all()
 
 
+def _record_step(state: State, batch: Batch) -> None:
+    """Record a trained batch, which a returning trainer may have to repeat."""
+    if not state.settings.keeps_checkpoints:
+        return
+    trained, rows = state.steps.trained, rows_of(state, batch)
+    record = StepRecord(
+        step_index=batch.step_index,
+        version=batch.version,
+        trajectory_ids=" ".join(rows),
+        chain=ids.extend_chain_digest(trained[-1].chain if trained else "", rows),
+        digest=state.versions.newest_digest if state.versions.newest == batch.version else "",
+    )
+    trained.append(record)
+
+
 def _count_nonfinite(ctx: Context, event: ev.StepCompleted) -> None:
     """Count updates without a finite gradient since the weights changed; too many end the run."""
     state, limit = ctx.state, ctx.state.settings.max_nonfinite_updates
-    state.nonfinite_in_row = event.nonfinite_updates + (
-        0 if event.changed else state.nonfinite_in_row
+    state.signals.nonfinite_in_row = event.nonfinite_updates + (
+        0 if event.changed else state.signals.nonfinite_in_row
     )
-    if not 0 < limit <= state.nonfinite_in_row or state.draining:
+    if not 0 < limit <= state.signals.nonfinite_in_row or state.run.draining:
         return
     what = (
-        f"the gradients of the last {state.nonfinite_in_row} updates were not finite, and they "
-        f"were skipped (trainer.max_nonfinite_updates = {limit}): training has probably diverged; "
-        "fork the run from a checkpoint before that, or start it again, with a smaller optim.lr"
+        f"the gradients of the last {state.signals.nonfinite_in_row} updates were not finite, and "
+        f"they were skipped (trainer.max_nonfinite_updates = {limit}): training has probably "
+        "diverged; fork the run from a checkpoint before that, or start it again, with a smaller "
+        "optim.lr"
     )
     fail_run(ctx, FailureKind.NON_FINITE, GRADIENT, what)
 
@@ -262,20 +286,20 @@ def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.ExcludedRows, ...]
     state = ctx.state
     untrained = {member for part in left_out for member in part.trajectories}
     for group_id in batch.groups:
-        group = state.groups[group_id]
+        group = state.work.groups[group_id]
         scored = scored_members(state, group)
         trained = [member for member in scored if member not in untrained]
         for member in trained:
-            staleness = batch.step_index - state.trajectories[member].step
-            state.staleness_sum += staleness
-            state.staleness_max = max(state.staleness_max, staleness)
+            staleness = batch.step_index - state.work.trajectories[member].step
+            state.steps.staleness_sum += staleness
+            state.steps.staleness_max = max(state.steps.staleness_max, staleness)
         if not trained:
             end_group(ctx, group, EndKind.DROPPED, DropReason.MISMATCH, -1)
             continue
         drop_scored(ctx, group, [m for m in scored if m in untrained], DropReason.MISMATCH)
         end_group(ctx, group, EndKind.TRAINED, DropReason.NONE, batch.step_index)
-    state.batch = None
-    state.steps_completed += 1
+    state.steps.batch = None
+    state.steps.completed += 1
 
 
 # --- waiting ----------------------------------------------------------------------------------
@@ -283,7 +307,7 @@ def _end_batch(ctx: Context, batch: Batch, left_out: tuple[ev.ExcludedRows, ...]
 
 def find_awaited_group(state: State) -> Group | None:
     """Return the unfinished group that the next batch needs most."""
-    training = [g for g in state.groups.values() if g.purpose == Purpose.TRAIN]
+    training = [g for g in state.work.groups.values() if g.purpose == Purpose.TRAIN]
     unfinished = [g for g in training if g.status == GroupStatus.OPEN]
     return min(unfinished, key=lambda g: (g.deadline, g.order), default=None)
 
@@ -293,5 +317,5 @@ def _wait_for_batch(ctx: Context) -> None:
     state = ctx.state
     if publishing.is_republish_due(state):
         return publishing.order_republish(ctx)
-    if keys.BATCH_TIMEOUT not in state.timers:
+    if keys.BATCH_TIMEOUT not in state.orders.timers:
         ctx.set_timer(keys.BATCH_TIMEOUT, state.settings.batch_timeout_ms)

@@ -1,8 +1,7 @@
 """Step replay: a lost trainer returns, and repeats the steps that its checkpoint lacks.
 
 Reads   TrainerReady, CheckpointLoaded, StepRepeated; losses of the trainer
-Writes  state.function_digests, state.steps_repeated, state.version_steps, batch.deaths,
-        batch.version, state.owed_version
+Writes  state.steps, state.versions
 Emits   LoadCheckpoint, RepeatStep, and TrainStep for the interrupted batch
 
 The log decides which steps were trained, and a checkpoint counts only if the log has its step,
@@ -20,10 +19,11 @@ from __future__ import annotations
 from laminar.core.context import Context
 from laminar.core.failing import fail_run
 from laminar.core.registry import handles
-from laminar.core.state import keys, versions
+from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import live_actor
-from laminar.core.state.state import Batch, State, StepRecord
+from laminar.core.state.state import State
+from laminar.core.state.steps import Batch, StepRecord
 from laminar.core.steps import batching
 from laminar.core.validation import accept_any
 from laminar.core.versions import broadcast, publishing
@@ -44,7 +44,7 @@ NAMED_MAX = 8  #: the most groups of such a batch that are named
 
 def may_be_lost(state: State, name: str) -> bool:
     """Return whether this is a trainer that the run survives, for a while or to its end."""
-    actor = state.actors.get(name)
+    actor = state.members.actors.get(name)
     if actor is None or actor.role != Role.TRAINER:
         return False
     return broadcast.is_run_ending(state) or state.settings.keeps_checkpoints
@@ -58,13 +58,13 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
     state = ctx.state
     if broadcast.is_run_ending(state):
         return  # the trainer is no longer needed
-    state.steps_repeated = -1
+    state.steps.repeated = -1
     ctx.clear_timer(keys.WEIGHTS)
     ctx.clear_timer(keys.BATCH_TIMEOUT)
-    if keys.EXPORT in state.commands:  # the export is repeated under another number
+    if keys.EXPORT in state.orders.commands:  # the export is repeated under another number
         publishing.repeat_export(ctx)
-    batch = state.batch
-    if blame and batch is not None and keys.TRAIN in state.commands:
+    batch = state.steps.batch
+    if blame and batch is not None and keys.TRAIN in state.orders.commands:
         batch.deaths += 1
         if batch.deaths >= DEATHS_MAX:
             deadly = _describe_fatal_batch(batch, name, reason)
@@ -89,26 +89,27 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
     state, name = ctx.state, ctx.stamped.peer
     if not ctx.mark_ready():
         return
-    begins, functions = state.newest_version < 0, {f.setting: f.digest for f in event.functions}
+    begins, functions = state.versions.newest < 0, {f.setting: f.digest for f in event.functions}
     if begins:
-        state.function_digests = functions
-    told = state.origin is not None if begins else may_be_lost(state, name)
-    if live_actor(state, Role.TRAINER) is not state.actors[name] or not told:
+        state.steps.function_digests = functions
+    told = state.data.origin is not None if begins else may_be_lost(state, name)
+    if live_actor(state, Role.TRAINER) is not state.members.actors[name] or not told:
         return
-    other = find_other_function_reason(state.function_digests, functions)
+    other = find_other_function_reason(state.steps.function_digests, functions)
     if other and not broadcast.is_run_ending(state):
-        fail_run(ctx, FailureKind.PROCESS_FAILED, name, other, exit_code=2)
+        fail_run(ctx, FailureKind.USER_MISTAKE, name, f"{name}: {other}")
         return
     confirmed = [c for c in event.checkpoints if _is_confirmed(state, c)]
-    known, state.checkpoint_paths = state.checkpoint_paths, {c.version: c.path for c in confirmed}
-    if state.checkpoint_paths.keys() - known.keys():  # lost work of theirs can be loaded for now
+    known, found = state.versions.checkpoint_paths, {c.version: c.path for c in confirmed}
+    state.versions.replace_checkpoints(found)
+    if found.keys() - known.keys():  # lost work of theirs can be loaded for now
         ctx.touch_all()
     newest = max(confirmed, key=lambda c: c.step, default=None)
     if newest is None and not _can_start_over(state):
         fail_run(ctx, FailureKind.NO_CHECKPOINT, name)
         return
-    state.steps_repeated = newest.step if newest is not None else 0
-    versions.trim_trained_steps(state)
+    state.steps.repeated = newest.step if newest is not None else 0
+    state.steps.trim_trained(state.versions.saved_steps)
     if newest is not None:
         ctx.issue_command(
             cmd.LoadCheckpoint(
@@ -116,7 +117,7 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
                 version=newest.version,
                 step=newest.step,
                 path=newest.path,
-                kept=tuple(state.checkpoint_paths),
+                kept=tuple(found),
             ),
             key=keys.LOAD,
             timeout_ms=LOAD_TIMEOUT_MS,
@@ -139,7 +140,9 @@ def find_other_function_reason(then: dict[str, str], now: dict[str, str]) -> str
 
 def _can_start_over(state: State) -> bool:
     """Return whether every step can be repeated from the model of the configuration."""
-    return state.origin is None and (not state.trained or state.trained[0].step_index == 0)
+    return state.data.origin is None and (
+        not state.steps.trained or state.steps.trained[0].step_index == 0
+    )
 
 
 def _is_confirmed(state: State, checkpoint: ev.Checkpoint) -> bool:
@@ -147,13 +150,13 @@ def _is_confirmed(state: State, checkpoint: ev.Checkpoint) -> bool:
     return any(
         (t.step_index + 1, t.version, t.chain)
         == (checkpoint.step, checkpoint.version, checkpoint.digest)
-        for t in state.trained
+        for t in state.steps.trained
     )
 
 
 @handles(ev.CheckpointLoaded, valid=accept_any)
 def on_checkpoint_loaded(ctx: Context, event: ev.CheckpointLoaded) -> None:
-    outstanding = ctx.state.commands.get(keys.LOAD)
+    outstanding = ctx.state.orders.commands.get(keys.LOAD)
     command = outstanding.command if outstanding is not None else None
     if not isinstance(command, cmd.LoadCheckpoint) or command.version != event.version:
         return ctx.ignore("not-loading")
@@ -166,17 +169,17 @@ def on_step_repeated(ctx: Context, event: ev.StepRepeated) -> None:
 
     Rounding may have made other weights of it."""
     state = ctx.state
-    if keys.REPEAT not in state.commands or event.step_index != state.steps_repeated:
+    if keys.REPEAT not in state.orders.commands or event.step_index != state.steps.repeated:
         return ctx.ignore("not-repeating")
     ctx.end_command(keys.REPEAT)
-    trained = _get_trained_step(state, state.steps_repeated)
-    state.steps_repeated += 1
+    trained = _get_trained_step(state, state.steps.repeated)
+    state.steps.repeated += 1
     if trained.digest:
         trained.digest = event.digest
 
 
 def _get_trained_step(state: State, step_index: int) -> StepRecord:
-    return state.trained[step_index - state.trained[0].step_index]
+    return state.steps.trained[step_index - state.steps.trained[0].step_index]
 
 
 # --- orders to the trainer ------------------------------------------------------------------------
@@ -185,14 +188,18 @@ def _get_trained_step(state: State, step_index: int) -> StepRecord:
 def plan_step_repeat(ctx: Context) -> bool:
     """Order a returning trainer to repeat steps of the log; return whether the state changed."""
     state = ctx.state
-    if state.steps_repeated < 0 or keys.LOAD in state.commands or keys.REPEAT in state.commands:
+    if (
+        state.steps.repeated < 0
+        or keys.LOAD in state.orders.commands
+        or keys.REPEAT in state.orders.commands
+    ):
         return False
     if broadcast.is_run_ending(state):
         return False
     trainer = live_actor(state, Role.TRAINER)
     assert trainer is not None, "what a lost trainer has done again is forgotten with it"
-    if state.steps_repeated < state.steps_completed:
-        trained = _get_trained_step(state, state.steps_repeated)
+    if state.steps.repeated < state.steps.completed:
+        trained = _get_trained_step(state, state.steps.repeated)
         ctx.issue_command(
             cmd.RepeatStep(
                 to=trainer.name,
@@ -212,15 +219,13 @@ def plan_step_repeat(ctx: Context) -> bool:
 def _resume_training(ctx: Context) -> None:
     """Continue training: the trainer has all steps of the log."""
     state = ctx.state
-    state.steps_repeated = -1
-    if state.batch is not None:
-        state.batch.version = versions.new_version(state, state.batch.step_index + 1)
-        batching.order_batch(ctx, state.batch)
-    elif state.export_version < 0 and publishing.has_other_bytes(state):
-        state.owed_version, state.owed_step = (
-            versions.new_version(state, state.steps_completed),
-            state.steps_completed,
-        )
+    state.steps.repeated = -1
+    if state.steps.batch is not None:
+        state.steps.batch.version = state.versions.allocate(state.steps.batch.step_index + 1)
+        batching.order_batch(ctx, state.steps.batch)
+    elif state.versions.export < 0 and publishing.has_other_bytes(state):
+        made = state.versions.allocate(state.steps.completed)
+        state.versions.owe(made, state.steps.completed)
     else:
-        state.owed_version = state.owed_step = -1
+        state.versions.owed = -1
         publishing.owe_republish(ctx)

@@ -1,7 +1,7 @@
 """Broadcast: the chain of relays in which weights pass from machine to machine.
 
 Reads   RelayReady, WeightsReceived, RelayLinked, TransferProblem; losses of relays
-Writes  state.relays, state.relay_chain, relay.held, relay.successor
+Writes  state.members.relays, state.members.relay_chain, relay.held, relay.successor
 Emits   ForwardWeights, PinVersion, RestartActor
 
 The relay of the trainer's machine is the head, since every version begins there. The others follow
@@ -20,7 +20,8 @@ from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import indexes_of, master_relay
-from laminar.core.state.state import RelayState, State
+from laminar.core.state.members import RelayState
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.validation import accept_any, are_allocated, is_count, of_a_version
 from laminar.core.versions import load_sources, pinning, publishing
@@ -55,7 +56,7 @@ LAGS_MAX = 3
 @handles(ev.RelayReady, valid=accept_any)
 def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
     """Put a relay into the chain; the head of the chain needs the trainer's current weights."""
-    state, actor = ctx.state, ctx.state.actors[ctx.stamped.peer]
+    state, actor = ctx.state, ctx.state.members.actors[ctx.stamped.peer]
     if not ctx.mark_ready():
         return
     relay = RelayState(
@@ -65,12 +66,12 @@ def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
         incarnation=actor.incarnation,
         ready_seq=ctx.stamped.seq,
     )
-    state.relays[relay.name] = relay
+    state.members.relays[relay.name] = relay
     _heard_of(ctx, relay)
-    state.relay_chain.append(relay.name)
+    state.members.relay_chain.append(relay.name)
     set_head(ctx)
     await_newest(ctx, relay)
-    if state.evaluation is not None or state.unfinished_versions:
+    if state.evaluations.running is not None or state.versions.unfinished:
         pinning.send_pin(ctx, relay.name)
     if relay is master_relay(state):
         publishing.owe_republish(ctx)
@@ -79,13 +80,13 @@ def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
 def handle_relay_lost(ctx: Context, name: str) -> None:
     """Link the neighbors of a lost relay."""
     state = ctx.state
-    relay = state.relays.get(name)
+    relay = state.members.relays.get(name)
     if relay is not None:
         if relay is master_relay(state):  # weights on their way through it never arrive
             ctx.end_command(keys.PUBLISH)
             ctx.clear_timer(keys.WEIGHTS)
         indexes.remove_relay(state, relay)
-        state.relay_chain.remove(name)
+        state.members.relay_chain.remove(name)
         ctx.clear_timer(keys.receive_timer(name))
         relink_chain(ctx)
         touch_replicas(ctx, relay)  # nothing newer waits now: they may admit again
@@ -93,12 +94,12 @@ def handle_relay_lost(ctx: Context, name: str) -> None:
 
 def is_run_ending(state: State) -> bool:
     """Return whether the run ends: no process waits for weights any more."""
-    return state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+    return state.run.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
 
 
 def is_needed(state: State, role: str) -> bool:
     """Return whether the run needs a process of the role: while it ends, to write the ends."""
-    still = ROLE_TABLE[role].joins_ending and state.phase == Phase.ENDING
+    still = ROLE_TABLE[role].joins_ending and state.run.phase == Phase.ENDING
     return still or not is_run_ending(state)
 
 
@@ -107,7 +108,9 @@ def set_head(ctx: Context) -> None:
     state = ctx.state
     trainer = indexes.find_trainer(state)
     if trainer is not None:
-        state.relay_chain.sort(key=lambda name: state.relays[name].node != trainer.node)
+        state.members.relay_chain.sort(
+            key=lambda name: state.members.relays[name].node != trainer.node
+        )
     relink_chain(ctx)
 
 
@@ -116,11 +119,13 @@ def relink_chain(ctx: Context) -> None:
     state = ctx.state
     if is_run_ending(state):
         return
-    for name, following in zip(state.relay_chain, [*state.relay_chain[1:], ""], strict=False):
-        relay = state.relays[name]
+    for name, following in zip(
+        state.members.relay_chain, [*state.members.relay_chain[1:], ""], strict=False
+    ):
+        relay = state.members.relays[name]
         if relay.successor != following:
             relay.successor = following
-            successor = state.relays.get(following)
+            successor = state.members.relays.get(following)
             _order_forward(ctx, relay, successor)
             if successor is not None:
                 successor.slow_transfers = 0  # a new hop, perhaps a quick one
@@ -143,7 +148,7 @@ def _order_forward(ctx: Context, relay: RelayState, successor: RelayState | None
 def on_relay_linked(ctx: Context, event: ev.RelayLinked) -> None:
     """End the order for an established connection; an answer to an earlier order is late."""
     key = keys.forward_key(ctx.stamped.peer)
-    outstanding = ctx.state.commands.get(key)
+    outstanding = ctx.state.orders.commands.get(key)
     if outstanding is None or outstanding.command_id != event.command_id:
         return ctx.ignore("repeat")
     ctx.end_command(key)
@@ -151,7 +156,7 @@ def on_relay_linked(ctx: Context, event: ev.RelayLinked) -> None:
 
 def link_expired(ctx: Context, name: str, successor: str) -> None:
     """Restart a successor that was not connected in time, or the relay itself."""
-    relay = ctx.state.relays[name]
+    relay = ctx.state.members.relays[name]
     ctx.end_command(keys.forward_key(name))
     at_fault = successor if _is_successor_to_blame(relay) and successor else name
     target = successor or "no successor"
@@ -180,7 +185,7 @@ def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
 
     With cut-through it may know of a version before the coordinator does."""
     state = ctx.state
-    relay = state.relays.get(ctx.stamped.peer)
+    relay = state.members.relays.get(ctx.stamped.peer)
     if relay is None:
         return ctx.ignore("not-ready")
     news = event.version > relay.newest
@@ -189,8 +194,8 @@ def on_weights_received(ctx: Context, event: ev.WeightsReceived) -> None:
     if not record_held_versions(ctx, relay, event.version, event.digest, event.held):
         return ctx.ignore("repeat")
     if relay.newest == event.version and news:
-        if position := state.relay_chain.index(relay.name):
-            state.relays[state.relay_chain[position - 1]].failed_links = 0
+        if position := state.members.relay_chain.index(relay.name):
+            state.members.relays[state.members.relay_chain[position - 1]].failed_links = 0
         _judge_speed(ctx, relay, event)
         ctx.clear_timer(keys.receive_timer(relay.name))
         await_newest(ctx, relay)
@@ -204,7 +209,7 @@ def record_held_versions(
 
     A relay with other bytes under the number of the newest version is restarted."""
     state = ctx.state
-    if version == state.newest_version and digest != state.newest_digest:
+    if version == state.versions.newest and digest != state.versions.newest_digest:
         return restart_for_other_bytes(ctx, relay, digest)
     _heard_of(ctx, relay)
     changed = indexes.set_held(state, relay, list(held))
@@ -220,7 +225,7 @@ def record_held_versions(
 
 def _heard_of(ctx: Context, relay: RelayState) -> None:
     """Allow a failed source that responds again to be asked: lost work may wait for it."""
-    failed = ctx.state.failed_sources
+    failed = ctx.state.versions.failed_sources
     if relay.name in failed:
         del failed[relay.name]
         ctx.touch_all()
@@ -228,7 +233,7 @@ def _heard_of(ctx: Context, relay: RelayState) -> None:
 
 def restart_for_other_bytes(ctx: Context, relay: RelayState, digest: str) -> bool:
     """Restart a relay with other bytes; return False if that was ordered already."""
-    newest, published = ctx.state.newest_version, ctx.state.newest_digest
+    newest, published = ctx.state.versions.newest, ctx.state.versions.newest_digest
     reason = f"its version {newest} has digest {digest}, but {published} was published"
     return ctx.restart_actor(relay.name, reason)
 
@@ -243,9 +248,9 @@ def await_newest(ctx: Context, relay: RelayState) -> None:
     """Set a time in which a relay must have the newest published version."""
     state, timer = ctx.state, keys.receive_timer(relay.name)
     if (
-        relay.newest < state.newest_version
+        relay.newest < state.versions.newest
         and relay is not master_relay(state)
-        and timer not in state.timers
+        and timer not in state.orders.timers
     ):
         ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
 
@@ -256,12 +261,12 @@ def receive_expired(ctx: Context, name: str) -> None:
     A relay whose predecessor lacks it, too, continues to wait; without a predecessor, the trainer's
     machine has to get its relay back first."""
     state = ctx.state
-    relay = state.relays[name]
-    position = state.relay_chain.index(name)
-    before = state.relays[state.relay_chain[position - 1]] if position else None
-    if before is not None and before.newest >= state.newest_version:
+    relay = state.members.relays[name]
+    position = state.members.relay_chain.index(name)
+    before = state.members.relays[state.members.relay_chain[position - 1]] if position else None
+    if before is not None and before.newest >= state.versions.newest:
         ctx.restart_actor(
-            name, f"version {state.newest_version} has not come from {before.name} in time"
+            name, f"version {state.versions.newest} has not come from {before.name} in time"
         )
     await_newest(ctx, relay)
 
@@ -278,16 +283,18 @@ def on_transfer_problem(ctx: Context, event: ev.TransferProblem) -> None:
     The timeout of a version restarts whenever bytes of it are reported."""
     name = ctx.stamped.peer
     timer = keys.receive_timer(name)
-    if name not in ctx.state.relays:
+    if name not in ctx.state.members.relays:
         return ctx.ignore("not-ready")
     if event.stalls >= STALLS_MAX:
-        _repair_hop(ctx, ctx.state.relays[name], event)
+        _repair_hop(ctx, ctx.state.members.relays[name], event)
     publish = keys.deadline_timer(keys.PUBLISH)
-    if event.num_bytes and publish in ctx.state.timers:  # the received bytes may hold its slot
+    if (
+        event.num_bytes and publish in ctx.state.orders.timers
+    ):  # the received bytes may hold its slot
         ctx.set_timer(publish, SLOT_TIMEOUT_MS)
-    if 0 <= event.version < ctx.state.relays[name].newest:
+    if 0 <= event.version < ctx.state.members.relays[name].newest:
         _older_comes(ctx, event)
-    elif event.num_bytes and timer in ctx.state.timers:
+    elif event.num_bytes and timer in ctx.state.orders.timers:
         ctx.set_timer(timer, RECEIVE_TIMEOUT_MS)
         for replica in indexes_of(ctx.state).served_by(name):
             if indexes.is_streaming(ctx.state, replica):
@@ -298,22 +305,22 @@ def _repair_hop(ctx: Context, relay: RelayState, event: ev.TransferProblem) -> N
     """Restart a relay that is reached, but gets no weights: the chain continues without it.
 
     The head is to blame only if it cannot feed another successor either."""
-    chain = ctx.state.relay_chain
-    if event.relay != relay.successor or keys.restart_key(event.relay) in ctx.state.commands:
+    members = ctx.state.members
+    if event.relay != relay.successor or keys.restart_key(event.relay) in ctx.state.orders.commands:
         return
-    blamed = _is_successor_to_blame(relay) or len(chain) <= 2
+    blamed = _is_successor_to_blame(relay) or len(members.relay_chain) <= 2
     ctx.restart_actor(
         relay.successor if blamed else relay.name,
         f"{event.stalls} connections from {relay.name} to {relay.successor} in a row were "
         f"established and then stalled ({event.detail}): the network between {relay.node} and "
-        f"{ctx.state.relays[relay.successor].node} may drop large packets; compare their MTU",
+        f"{members.relays[relay.successor].node} may drop large packets; compare their MTU",
     )
 
 
 def _older_comes(ctx: Context, event: ev.TransferProblem) -> None:
     """Restart the timeout of fetched versions whenever bytes of them are reported."""
     for command in load_sources.list_fetches(ctx.state) if event.num_bytes else ():
-        here = ctx.state.replicas[command.to].relay == ctx.stamped.peer
+        here = ctx.state.members.replicas[command.to].relay == ctx.stamped.peer
         if here and command.version == event.version:
             ctx.set_timer(keys.deadline_timer(keys.pull_key(command.to)), RECEIVE_TIMEOUT_MS)
 
@@ -328,19 +335,21 @@ def _judge_speed(ctx: Context, relay: RelayState, event: ev.WeightsReceived) -> 
     predecessor may have received newer versions. The first hop follows only the trainer, which
     receives nothing: a full version is compared with the fastest hop of the run instead."""
     state = ctx.state
-    position = state.relay_chain.index(relay.name)
-    before = state.relays[state.relay_chain[position - 1]] if position else None
+    position = state.members.relay_chain.index(relay.name)
+    before = state.members.relays[state.members.relay_chain[position - 1]] if position else None
     if before is None or event.version not in before.arrived:
         return
     if before is not master_relay(state):
         lag_ms = (ctx.stamped.time_ns - before.arrived[event.version]) // 1_000_000
-    elif event.kind == "full" and state.fastest_hop >= 0:
-        lag_ms = event.duration_ms - state.fastest_hop * event.num_bytes // 1_000_000_000
+    elif event.kind == "full" and state.versions.fastest_hop >= 0:
+        lag_ms = event.duration_ms - state.versions.fastest_hop * event.num_bytes // 1_000_000_000
     else:
         lag_ms = 0
     if event.kind == "full" and event.num_bytes:
         pace = event.duration_ms * 1_000_000_000 // event.num_bytes
-        state.fastest_hop = pace if state.fastest_hop < 0 else min(pace, state.fastest_hop)
+        state.versions.fastest_hop = (
+            pace if state.versions.fastest_hop < 0 else min(pace, state.versions.fastest_hop)
+        )
     slow = lag_ms > LAG_MS and lag_ms * LAG_SHARE > event.duration_ms
     relay.slow_transfers = relay.slow_transfers + 1 if slow else 0
 
@@ -352,11 +361,11 @@ def _move_slow(ctx: Context) -> None:
     up all behind it for the rest of the run, and one that gets another predecessor continues with
     the chunks it has."""
     state = ctx.state
-    chain = [state.relays[name] for name in state.relay_chain]
+    chain = [state.members.relays[name] for name in state.members.relay_chain]
     slow = next((relay for relay in chain[:-1] if relay.slow_transfers >= LAGS_MAX), None)
     if slow is not None:
-        state.relay_chain.remove(slow.name)
-        state.relay_chain.append(slow.name)
+        state.members.relay_chain.remove(slow.name)
+        state.members.relay_chain.append(slow.name)
         relink_chain(ctx)
 
 
@@ -374,15 +383,16 @@ def name_of(role: str, node: str) -> str:
 def can_work(state: State) -> bool:
     """Return whether a replica can work, now or once it or its machine's relay is back."""
     replicas = indexes_of(state).roles.get(Role.ROLLOUT, ())
-    if state.phase == Phase.STARTING and any(map(state.is_actor_alive, replicas)):
+    if state.run.phase == Phase.STARTING and any(map(state.members.is_actor_alive, replicas)):
         return True
     if any(
-        replica.relay in state.relays or keys.rejoin_timer(replica.relay) in state.timers
-        for replica in state.replicas.values()
-        if state.is_actor_alive(replica.name)
+        replica.relay in state.members.relays
+        or keys.rejoin_timer(replica.relay) in state.orders.timers
+        for replica in state.members.replicas.values()
+        if state.members.is_actor_alive(replica.name)
     ):
         return True
-    return any(keys.rejoin_timer(name) in state.timers for name in replicas)
+    return any(keys.rejoin_timer(name) in state.orders.timers for name in replicas)
 
 
 def is_trainer_relay(state: State, name: str) -> bool:

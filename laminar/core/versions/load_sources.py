@@ -1,7 +1,7 @@
 """Sources of an exact version: the replica loads the copy that arrives first.
 
-Reads   state.relays, state.checkpoint_paths, outstanding loads
-Writes  state.version_bytes, state.ps_per_byte, state.failed_sources
+Reads   state.members.relays, state.versions.checkpoint_paths, outstanding loads
+Writes  state.versions.num_bytes, state.versions.ps_per_byte, state.versions.failed_sources
 Gives   SourceTier, LoadSource, SourceChoice; estimate_ms, choose_nearest; list_sources and
         choose_source, the copies that a replica can load; list_fetches
 
@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 from laminar.core.state import keys
 from laminar.core.state.indexes import indexes_of
-from laminar.core.state.state import Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events.reasons import PullPurpose
 
@@ -36,7 +37,7 @@ UNKNOWN = -1
 """A rate or a time that is not measured."""
 HOLDERS_MAX = 4
 LOAD, DISK = "load", "disk"
-"""Keys of state.ps_per_byte: loads from the replica's own relay, and from a checkpoint."""
+"""Keys of state.versions.ps_per_byte: loads from the replica's own relay, and from a checkpoint."""
 
 
 class SourceTier(IntEnum):
@@ -97,7 +98,9 @@ def _estimate_or_guess_ms(source: LoadSource, times: dict[LoadSource, int]) -> i
 def choose_source(state: State, replica: Replica, version: int) -> SourceChoice:
     """Choose where this replica loads exactly this version from."""
     return choose_nearest(
-        list_sources(state, replica, version), state.version_bytes, state.failed_sources
+        list_sources(state, replica, version),
+        state.versions.num_bytes,
+        state.versions.failed_sources,
     )
 
 
@@ -106,24 +109,27 @@ def list_sources(state: State, replica: Replica, version: int) -> list[LoadSourc
 
     Another machine's relay is listed only if the size of a version is known and the own relay has a
     newer one: else the chain is about to bring it."""
-    relay, load = state.relays.get(replica.relay), state.ps_per_byte.get(LOAD, UNKNOWN)
+    relay, load = (
+        state.members.relays.get(replica.relay),
+        state.versions.ps_per_byte.get(LOAD, UNKNOWN),
+    )
     if relay is not None and version in relay.held:
         return [LoadSource(SourceTier.OWN, relay.name, load)]
     found = []
-    if relay is not None and state.version_bytes and relay.newest > version:
+    if relay is not None and state.versions.num_bytes and relay.newest > version:
         waiting = _count_waiting_bytes(state, replica)
-        hop = state.ps_per_byte.get(relay.name, UNKNOWN)
+        hop = state.versions.ps_per_byte.get(relay.name, UNKNOWN)
         pace = hop + load if hop >= 0 and load >= 0 else UNKNOWN  # over a hop, then into the engine
         found = [
             LoadSource(SourceTier.PEER, name, pace, waiting.get(name, 0))
             for name in holders(state, version)
         ]
-    if version in state.checkpoint_paths:
+    if state.versions.has_checkpoint(version):
         found.append(
             LoadSource(
                 SourceTier.DISK,
-                state.checkpoint_paths[version],
-                state.ps_per_byte.get(DISK, UNKNOWN),
+                state.versions.checkpoint_paths[version],
+                state.versions.ps_per_byte.get(DISK, UNKNOWN),
             )
         )
     return found
@@ -136,12 +142,12 @@ def holders(state: State, version: int) -> list[str]:
 
 def _count_waiting_bytes(state: State, replica: Replica) -> dict[str, int]:
     """Return the bytes that each holder was ordered earlier to give to other replicas."""
-    own = state.commands.get(keys.pull_key(replica.name))  # set when a choice is repeated
+    own = state.orders.commands.get(keys.pull_key(replica.name))  # set when a choice is repeated
     waiting: dict[str, int] = {}
     for order in list_fetches(state):
-        number = state.commands[keys.pull_key(order.to)].command_id
+        number = state.orders.commands[keys.pull_key(order.to)].command_id
         if own is None or number < own.command_id:
-            waiting[order.holder] = waiting.get(order.holder, 0) + state.version_bytes
+            waiting[order.holder] = waiting.get(order.holder, 0) + state.versions.num_bytes
     return waiting
 
 
@@ -160,11 +166,13 @@ def record_load(state: State, command: cmd.PullWeights, num_bytes: int, took_ms:
     """Record the rate of a completed load of a whole version."""
     if not is_plain_load(command) or num_bytes <= 0:
         return
-    state.version_bytes = num_bytes
-    state.ps_per_byte[DISK if command.checkpoint else LOAD] = took_ms * PS_PER_MS // num_bytes
+    state.versions.num_bytes = num_bytes
+    state.versions.ps_per_byte[DISK if command.checkpoint else LOAD] = (
+        took_ms * PS_PER_MS // num_bytes
+    )
 
 
 def record_hop(state: State, relay: str, num_bytes: int, took_ms: int) -> None:
     """Record the rate at which a relay has received a full version."""
-    if state.version_bytes and num_bytes > 0:
-        state.ps_per_byte[relay] = took_ms * PS_PER_MS // num_bytes
+    if state.versions.num_bytes and num_bytes > 0:
+        state.versions.ps_per_byte[relay] = took_ms * PS_PER_MS // num_bytes

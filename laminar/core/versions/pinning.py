@@ -1,7 +1,7 @@
 """Pinning: versions that relays keep for an evaluation, or evict last.
 
-Reads   state.evaluation, replicas that run something, lost work
-Writes  state.unfinished_versions
+Reads   state.evaluations.running, replicas that run something, lost work
+Writes  state.versions.unfinished
 Emits   PinVersion
 
 A version with unfinished work is needed again when a replica that has it is lost. Relays are
@@ -22,19 +22,19 @@ def send_pins(ctx: Context) -> None:
 
     The newest version is kept anyway."""
     state = ctx.state
-    unfinished = sorted(v for v in _find_unfinished_versions(state) if v < state.newest_version)
-    if unfinished != state.unfinished_versions:
-        state.unfinished_versions = unfinished
-        for name in state.relays:
+    unfinished = sorted(v for v in _find_unfinished_versions(state) if v < state.versions.newest)
+    if unfinished != state.versions.unfinished:
+        state.versions.mark_unfinished(unfinished)
+        for name in state.members.relays:
             send_pin(ctx, name)
 
 
 def send_pin(ctx: Context, relay: str) -> None:
     """Send a relay the versions that it must keep."""
     state = ctx.state
-    pinned = state.evaluation.version if state.evaluation is not None else -1
+    pinned = state.evaluations.running.version if state.evaluations.running is not None else -1
     ctx.issue_command(
-        cmd.PinVersion(to=relay, version=pinned, unfinished=tuple(state.unfinished_versions))
+        cmd.PinVersion(to=relay, version=pinned, unfinished=tuple(state.versions.unfinished))
     )
 
 

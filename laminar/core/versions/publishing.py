@@ -1,7 +1,7 @@
 """Publishing: the versions that the trainer has made, and those it must publish again.
 
-Reads   PublishSkipped, state.batch, state.export_version, state.newest_version, state.trained
-Writes  state.owed_version, state.export_version, the timer "weights"
+Reads   PublishSkipped, state.steps.batch, state.steps.trained, state.versions
+Writes  state.versions, the timer "weights"
 Emits   PublishWeights (again)
 
 A version must be published again ("is owed") when the trainer skipped it because no slot was free,
@@ -20,7 +20,6 @@ from laminar.core.registry import handles
 from laminar.core.state import keys
 from laminar.core.state.indexes import master_relay, working_trainer
 from laminar.core.state.state import State
-from laminar.core.state.versions import new_version, step_of
 from laminar.core.validation import of_a_version
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -33,13 +32,15 @@ def last_made(state: State) -> int:
     """Return the version that the trainer has now, or will have when it returns.
 
     The number of an interrupted batch does not count, though it may have been published."""
-    if state.batch is not None:
-        version = state.batch.version - 1
+    if state.steps.batch is not None:
+        version = state.steps.batch.version - 1
     else:
         version = (
-            state.export_version if keys.EXPORT in state.commands else state.next_version
+            state.versions.export if keys.EXPORT in state.orders.commands else state.versions.next
         ) - 1
-    while state.settings.keeps_checkpoints and step_of(state, version) > state.steps_completed:
+    while (
+        state.settings.keeps_checkpoints and state.versions.step_of(version) > state.steps.completed
+    ):
         version -= 1
     return version
 
@@ -49,7 +50,7 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
 
     They are owed if the relay's process that received them is gone."""
     state = ctx.state
-    if state.owed_version >= version or _is_at_relay(state, version):
+    if state.versions.owed >= version or _is_at_relay(state, version):
         return
     master = master_relay(state)
     if master is None or master.ready_seq > ordered_seq:
@@ -61,16 +62,16 @@ def expect_version(ctx: Context, version: int, ordered_seq: int) -> None:
 def owe_republish(ctx: Context) -> None:
     """Publish the trainer's weights again, which the relay of its machine lacks."""
     state, made = ctx.state, last_made(ctx.state)
-    if state.newest_version < 0 or _is_at_relay(state, made):
+    if state.versions.newest < 0 or _is_at_relay(state, made):
         return
     if (
-        made == state.export_version
+        made == state.versions.export
         and working_trainer(state) is not None
         and has_other_bytes(state)
     ):
         repeat_export(ctx)
-        made = new_version(state, state.steps_completed)
-    state.owed_version, state.owed_step = made, state.steps_completed
+        made = state.versions.allocate(state.steps.completed)
+    state.versions.owe(made, state.steps.completed)
     ctx.end_command(keys.PUBLISH)
     ctx.clear_timer(keys.WEIGHTS)
 
@@ -80,69 +81,71 @@ def _is_at_relay(state: State, version: int) -> bool:
 
     A relay that reports a version which was never published does not end the wait for it."""
     master = master_relay(state)
-    return master is not None and min(master.newest, state.newest_version) >= version
+    return master is not None and min(master.newest, state.versions.newest) >= version
 
 
 def has_other_bytes(state: State) -> bool:
     """Return whether the trainer has other weights than those published of the last step."""
-    if not state.trained or state.newest_step != state.steps_completed:
+    if not state.steps.trained or state.versions.newest_step != state.steps.completed:
         return False
-    return state.trained[-1].digest not in ("", state.newest_digest)
+    return state.steps.trained[-1].digest not in ("", state.versions.newest_digest)
 
 
 def repeat_export(ctx: Context) -> None:
     """Re-export after the retrained weights are published; cancel the old export's evaluation."""
-    if ctx.state.evaluation_due == ctx.state.export_version:
-        ctx.state.evaluation_due = -1
+    if ctx.state.evaluations.due == ctx.state.versions.export:
+        ctx.state.evaluations.due = -1
     forget_export(ctx)
 
 
 def forget_export(ctx: Context) -> None:
     """Make the export, done or ordered, an ordinary version."""
     state = ctx.state
-    if state.export_version >= 0:
+    if state.versions.export >= 0:
         ctx.end_command(keys.EXPORT)
-        state.version_steps[state.export_version] = state.steps_completed
-        state.export_version = -1
-    if state.evaluation is not None:
-        state.evaluation.final = False
+        state.versions.end_export(state.steps.completed)
+    if state.evaluations.running is not None:
+        state.evaluations.running.final = False
 
 
 @handles(ev.PublishSkipped, valid=of_a_version)
 def on_publish_skipped(ctx: Context, event: ev.PublishSkipped) -> None:
     """Record a skipped version as owed, unless a later one is."""
     state = ctx.state
-    if event.version <= state.newest_version or event.version <= state.owed_version:
+    if event.version <= state.versions.newest or event.version <= state.versions.owed:
         return ctx.ignore("repeat")
-    state.owed_version, state.owed_step = event.version, event.step
+    state.versions.owe(event.version, event.step)
     ctx.clear_timer(keys.WEIGHTS)
 
 
 def end_republish(ctx: Context, version: int) -> bool:
     """End the order to publish for a published version, unless a later version is owed."""
     state = ctx.state
-    settled = 0 <= state.owed_version <= version
+    settled = 0 <= state.versions.owed <= version
     if settled:
-        state.owed_version = state.owed_step = -1
-    return (state.owed_version < 0 and ctx.end_command(keys.PUBLISH) is not None) or settled
+        state.versions.owed = -1
+    return (state.versions.owed < 0 and ctx.end_command(keys.PUBLISH) is not None) or settled
 
 
 def is_republish_due(state: State) -> bool:
     """Return whether a version must be published now.
 
     No later version is on its way, and there is a relay and a trainer that has the version."""
-    if state.owed_version < 0 or keys.WEIGHTS in state.timers or working_trainer(state) is None:
+    if (
+        state.versions.owed < 0
+        or keys.WEIGHTS in state.orders.timers
+        or working_trainer(state) is None
+    ):
         return False
     return master_relay(state) is not None
 
 
 def order_republish(ctx: Context) -> None:
-    trainer = working_trainer(ctx.state)
+    trainer, version = working_trainer(ctx.state), ctx.state.versions.owed
     assert trainer is not None
+    step = ctx.state.versions.known[version].step
     ctx.issue_command(
-        cmd.PublishWeights(
-            to=trainer.name, version=ctx.state.owed_version, step=ctx.state.owed_step
-        ),
+        cmd.PublishWeights(to=trainer.name, version=version, step=step),
         key=keys.PUBLISH,
         timeout_ms=PUBLISH_TIMEOUT_MS,
     )

@@ -10,12 +10,11 @@ config.toml names the snapshot with its commit. The name of an existing director
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from laminar.config import Config, ConfigError
+from laminar.config import Config, ConfigError, replace_keys
 from laminar.config.paths import HUB_FILE, HUB_MODEL
 
 DATA_PREFIX = f"{HUB_FILE}datasets/"
@@ -38,22 +37,15 @@ def localize_config(config: Config) -> Config:
 
 
 def localize_model(config: Config) -> Config:
-    name = _model_directory("model.name", config.model.name)
-    begun_as = _model_directory("critic.model.name", config.critic.model.name)
-    critic = msgspec.structs.replace(
-        config.critic, model=msgspec.structs.replace(config.critic.model, name=begun_as)
-    )
-    model = msgspec.structs.replace(config.model, name=name)
-    return msgspec.structs.replace(config, model=model, critic=critic)
+    names = {"model.name": config.model.name, "critic.model.name": config.critic.model.name}
+    return replace_keys(config, {key: _model_directory(key, name) for key, name in names.items()})
 
 
 def localize_data(config: Config) -> Config:
-    data = msgspec.structs.replace(
-        config.data,
-        train_files=[path for name in config.data.train_files for path in _data_files(name)],
-        val_files=[path for name in config.data.val_files for path in _data_files(name)],
+    files = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    return replace_keys(
+        config, {key: [*chain(*map(_data_files, names))] for key, names in files.items()}
     )
-    return msgspec.structs.replace(config, data=data)
 
 
 def _model_directory(key: str, name: str) -> str:

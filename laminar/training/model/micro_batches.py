@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from laminar.storage.rules import TokenSpan
@@ -161,3 +161,7 @@ def micro_batch(
         lengths=per_token([len(s.response_ids) for s in samples]),
         sequence_lengths=torch.from_numpy(rows.counts).to(device),
     )
+
+
+def concat_to_tensor(parts: Sequence[ArrayLike], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)

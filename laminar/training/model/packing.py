@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from laminar.training.model.micro_batches import (
     MicroBatch,
@@ -29,6 +28,7 @@ from laminar.training.model.micro_batches import (
     SharedPrompt,
     TokenRows,
     collate_samples,
+    concat_to_tensor,
     micro_batch,
     micro_batches,
 )
@@ -146,11 +146,11 @@ def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroB
     samples = [sample for siblings in groups for sample in siblings]
     responses = [sample.response_ids for sample in samples]
     rows = TokenRows(
-        input_ids=_concat_to_tensor(ids, device)[None],
-        index=_concat_to_tensor(index, device),
-        targets=_concat_to_tensor(responses, device),
+        input_ids=concat_to_tensor(ids, device)[None],
+        index=concat_to_tensor(index, device),
+        targets=concat_to_tensor(responses, device),
         counts=np.array(list(map(len, responses)), dtype=np.int64),
-        positions=_concat_to_tensor(positions, device)[None],
+        positions=concat_to_tensor(positions, device)[None],
         prompts=tuple(prompts),
     )
     return micro_batch(samples, rows, device)
@@ -168,7 +168,3 @@ def _build_shared_prompt(start: int, prompt: int, lengths: Sequence[int]) -> Sha
         runs.append(SequenceRun(end, end + length * count, count))
         end = runs[-1].stop
     return SharedPrompt(SequenceRun(start, start + prompt, 1), tuple(runs))
-
-
-def _concat_to_tensor(parts: Sequence[ArrayLike], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from laminar.training.model.micro_batches import SharedPrompt
+from laminar.training.model.micro_batches import SharedPrompt, concat_to_tensor
 
 Prompts = Sequence[SharedPrompt]
 CACHED_ROWS = 4  #: rows whose ranges are cached: one pass and its neighbours
@@ -129,8 +129,8 @@ def compute_ranges(prompts: tuple[SharedPrompt, ...], device: torch.device) -> A
             response_lengths.append(len(by[-1]))  # type: ignore[arg-type]
     return AttentionRanges(
         _make_bounds(lengths, device),
-        _concat_indices(by, device),
-        _concat_indices(of, device),
+        concat_to_tensor(by, device),
+        concat_to_tensor(of, device),
         _make_bounds(response_lengths, device),
         _make_bounds(prompt_lengths, device),
     )
@@ -139,10 +139,6 @@ def compute_ranges(prompts: tuple[SharedPrompt, ...], device: torch.device) -> A
 def _make_bounds(lengths: Sequence[int], device: torch.device) -> SequenceBounds:
     starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
     return SequenceBounds(starts, max(lengths, default=0))
-
-
-def _concat_indices(parts: Sequence[ArrayLike], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
 
 def _run_attention(

@@ -22,8 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import msgspec
-
+from laminar.events.families import Family
 from laminar.weights.arena.region import NO_FILE, Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
@@ -46,7 +45,7 @@ class Connection(Generic[Incoming]):
     def __init__(
         self,
         sock: socket.socket,
-        decoder: msgspec.msgpack.Decoder[Incoming],
+        decoder: Family[Incoming],
         handler: FrameHandler[Incoming],
         message_bytes_max: int = wire.HANDSHAKE_BYTES_MAX,
     ) -> None:

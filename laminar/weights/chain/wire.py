@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from laminar.events.base import to_kebab_case
+from laminar.events.families import Family, Item, Message, WireError
 from laminar.weights.version.manifest import MANIFEST_BYTES_MAX, Draft
 
 MAGIC = b"LMRW"
@@ -86,13 +86,7 @@ class FrameHeader(NamedTuple):
     checksum: int  #: xxh3_64 of the body
 
 
-class ChainMessage(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=to_kebab_case
-):
-    """Base of all messages."""
-
-
-class ChainHello(ChainMessage, frozen=True, kw_only=True):
+class ChainHello(Message, frozen=True, kw_only=True):
     """Predecessor: identifies itself; another run, or a chain that is over, is refused."""
 
     run: Name
@@ -104,7 +98,7 @@ class ChainHello(ChainMessage, frozen=True, kw_only=True):
     fetch: Natural | None = None
 
 
-class Challenge(ChainMessage, frozen=True, kw_only=True):
+class Challenge(Message, frozen=True, kw_only=True):
     """Successor: identifies and proves itself (handshake.py), and asks for the same."""
 
     name: Name
@@ -113,33 +107,33 @@ class Challenge(ChainMessage, frozen=True, kw_only=True):
     proof: Mac
 
 
-class Proof(ChainMessage, frozen=True, kw_only=True):
+class Proof(Message, frozen=True, kw_only=True):
     """Predecessor: proves that it belongs to the run."""
 
     proof: Mac
 
 
-class ChainWelcome(ChainMessage, frozen=True, kw_only=True):
+class ChainWelcome(Message, frozen=True, kw_only=True):
     """Successor: accepts the predecessor and lists the versions that it has."""
 
     held: HeldVersions  #: complete versions and their digests
     partial: tuple[Natural, ...]  #: incomplete versions
 
 
-class PeerRefused(ChainMessage, frozen=True, kw_only=True):
+class PeerRefused(Message, frozen=True, kw_only=True):
     """Successor: refuses the peer; the connection ends."""
 
     reason: Text
 
 
-class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Base(Item, frozen=True, kw_only=True):
     """The base version of a delta."""
 
     version: Natural
     digest: Digest
 
 
-class Offer(ChainMessage, frozen=True, kw_only=True):
+class Offer(Message, frozen=True, kw_only=True):
     """Predecessor: offers the next version, replacing an offer that was not answered yet."""
 
     number: Natural  #: running number of a relay's offers
@@ -154,13 +148,13 @@ class Offer(ChainMessage, frozen=True, kw_only=True):
         return checksums
 
 
-class ShareStarted(ChainMessage, frozen=True, kw_only=True):
+class ShareStarted(Message, frozen=True, kw_only=True):
     """Successor: reports that a share of this version was written here, so it needs no slot."""
 
     version: Natural
 
 
-class Want(ChainMessage, frozen=True, kw_only=True):
+class Want(Message, frozen=True, kw_only=True):
     """Successor: has a slot for the offered version and requests its missing chunks."""
 
     offer: Natural  #: number of the offer; answers to replaced offers are ignored
@@ -168,28 +162,28 @@ class Want(ChainMessage, frozen=True, kw_only=True):
     from_block: Natural | None  #: first delta block to send; None: send chunks
 
 
-class Resend(ChainMessage, frozen=True, kw_only=True):
+class Resend(Message, frozen=True, kw_only=True):
     """Successor: requests a chunk again that arrived damaged."""
 
     version: Natural
     position: Natural
 
 
-class Seal(ChainMessage, frozen=True, kw_only=True):
+class Seal(Message, frozen=True, kw_only=True):
     """Predecessor: sends the digest that was unknown when the version was offered."""
 
     version: Natural
     digest: Digest
 
 
-class VersionDone(ChainMessage, frozen=True, kw_only=True):
+class VersionDone(Message, frozen=True, kw_only=True):
     """Successor: holds this version, complete and verified."""
 
     version: Natural
     digest: Digest
 
 
-class Decline(ChainMessage, frozen=True, kw_only=True):
+class Decline(Message, frozen=True, kw_only=True):
     """Successor: refuses this version for good."""
 
     version: Natural
@@ -205,11 +199,10 @@ FromHolder: TypeAlias = Offer | Decline | PeerRefused
 Decoded = TypeVar("Decoded")
 
 _encode = msgspec.msgpack.Encoder().encode
-predecessor_decoder: msgspec.msgpack.Decoder[FromPredecessor] = msgspec.msgpack.Decoder(
-    FromPredecessor
-)
-successor_decoder: msgspec.msgpack.Decoder[FromSuccessor] = msgspec.msgpack.Decoder(FromSuccessor)
-holder_decoder: msgspec.msgpack.Decoder[FromHolder] = msgspec.msgpack.Decoder(FromHolder)
+_INVALID = "{kind}: {error}"
+predecessor_decoder = Family[FromPredecessor](FromPredecessor, _INVALID)
+successor_decoder = Family[FromSuccessor](FromSuccessor, _INVALID)
+holder_decoder = Family[FromHolder](FromHolder, _INVALID)
 
 
 def pack_header(header: FrameHeader) -> bytes:
@@ -241,13 +234,11 @@ def encode(message: FromPredecessor | FromSuccessor) -> bytes:
     return pack_header(header) + body
 
 
-def decode(
-    decoder: msgspec.msgpack.Decoder[Decoded], header: FrameHeader, body: bytearray
-) -> Decoded:
+def decode(decoder: Family[Decoded], header: FrameHeader, body: bytearray) -> Decoded:
     """Decode a message that `decoder` accepts from this side; raise BadBytes otherwise."""
     if xxhash.xxh3_64_intdigest(body) != header.checksum:
         raise BadBytes("damaged-message", f"{len(body)} bytes do not match their checksum")
     try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadBytes("not-a-message", f"{type(error).__name__}: {error}"[:500]) from None
+        return decoder.decode(body, MESSAGE_BYTES_MAX)
+    except WireError as error:
+        raise BadBytes("not-a-message", str(error)[:500]) from None

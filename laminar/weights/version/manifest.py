@@ -21,6 +21,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from laminar.events.families import Family, Item
+
 ALIGNMENT = 64  #: alignment of tensors in bytes: a cache line, and a multiple of every item size
 MANIFEST_BYTES_MAX = 64 << 20
 """Maximum size of a manifest; 1 TB in chunks of 1 MiB with 100,000 tensors needs about 20 MB."""
@@ -51,7 +53,7 @@ class ManifestError(ValueError):
     """A layout or bytes that do not describe a weight version."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorSpec(Item, frozen=True, kw_only=True):
     """A tensor of a version, stored contiguously in row-major order."""
 
     name: Name
@@ -61,7 +63,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nbytes: Positive
 
 
-class RankPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RankPart(Item, frozen=True, kw_only=True):
     """A span of bytes that one trainer rank wrote; a sharded tensor has a span per rank."""
 
     rank: Natural
@@ -69,7 +71,7 @@ class RankPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nbytes: Positive
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Probe(Item, frozen=True, kw_only=True):
     """A few sequences scored by the trainer; a replica must reproduce the scores after loading."""
 
     sequences: tuple[tuple[Natural, ...], ...]  #: token ids, at least two per sequence
@@ -91,7 +93,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ManifestError(f"the probe's tolerance {limit} is not a positive number")
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Draft(Item, frozen=True, kw_only=True):
     """A version without its hashes; building or decoding an inconsistent one raises."""
 
     version: Natural
@@ -119,7 +121,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ManifestError(f"{count} chunks are above the limit of {CHUNKS_MAX}")
 
 
-class Manifest(Draft, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(Draft, frozen=True, kw_only=True):
     """A complete version; building or decoding an inconsistent one raises."""
 
     chunk_checksums: tuple[Natural, ...]  #: xxh3_64 of each chunk, see `chunk_bounds`
@@ -133,7 +135,12 @@ class Manifest(Draft, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Manifest)
+_family = Family[Manifest](
+    Manifest,
+    "not a manifest: {kind}: {error}",
+    "manifest of {size} bytes is above the limit of {limit}",
+    ManifestError,
+)
 
 
 def make_layout(
@@ -238,13 +245,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:
     """Decode a manifest; raise ManifestError for any other bytes."""
-    size = memoryview(data).nbytes
-    if size > MANIFEST_BYTES_MAX:
-        raise ManifestError(f"manifest of {size} bytes is above the limit of {MANIFEST_BYTES_MAX}")
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"not a manifest: {type(error).__name__}: {error}") from None
+    return _family.decode(data, MANIFEST_BYTES_MAX)
 
 
 def _check_size(spec: TensorSpec) -> None:

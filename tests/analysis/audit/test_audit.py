@@ -20,8 +20,9 @@ from laminar.analysis.audit.audit import audit_run
 from laminar.analysis.audit.ledger_book import Account, ledger_problems
 from laminar.analysis.report.summary import summary_of
 from laminar.core.machine import StateMachine
-from laminar.core.state.state import State, Trajectory
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
+from laminar.core.state.work import Trajectory
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
@@ -172,10 +173,10 @@ def test_a_step_that_was_reported_when_the_run_had_failed_does_not_count() -> No
     bench = ToldBench(groups_per_step=1)
     bench.start()
     bench.complete(*bench.open_groups()[:1])
-    batch = bench.state.batch
+    batch = bench.state.steps.batch
     assert batch is not None
     bench.kill("relay-0", restarting=False)
-    assert bench.state.failure
+    assert bench.state.run.failure
     done = step_completed(0, batch.version)
     bench.say("trainer-0", done)
     _, account = accounted(bench.log)
@@ -227,11 +228,11 @@ def test_what_a_lost_store_could_not_close_is_told_with_the_failure() -> None:
     bench.open_groups()
     bench.kill("store-0", restarting=False)
     state, account = accounted(bench.log)
-    state.phase = Phase.ENDED
+    state.run.phase = Phase.ENDED
     (problem,) = ledger_problems(state, account)
-    assert "tokens live" in problem and state.failure in problem
+    assert "tokens live" in problem and state.run.failure in problem
     assert "store-0" in problem
-    state.stopped = True  # as by trainer.max_nonfinite_updates: a resume continues it
+    state.run.stopped = True  # as by trainer.max_nonfinite_updates: a resume continues it
     assert ledger_problems(state, account) == []
 
 
@@ -286,8 +287,8 @@ def test_the_ledger_counts_what_losses_threw_away() -> None:
         world = World(settings(total_steps=3, resume_timeout_ms=10), faults=faults, seed=seed).run()
         state, account = accounted(world.log)
         assert ledger_problems(state, account) == []
-        restarted += state.ledger.tokens.dropped.get("restarted", 0)
-        state.ledger.tokens.trained += 1
+        restarted += state.work.ledger.tokens.dropped.get("restarted", 0)
+        state.work.ledger.tokens.trained += 1
         assert len(ledger_problems(state, account)) >= 1
     assert restarted > 0
 
@@ -303,7 +304,7 @@ def test_an_answer_that_the_machine_refused_ends_nothing(fenced: bool) -> None:
         if isinstance(stamped.event, ev.TrajectoriesEnded):
             name = stamped.event.ended[0].trajectory_id
             if fenced:
-                state.trajectories[name] = Trajectory(id=name, group=group_of(name), sibling=0)
+                state.work.trajectories[name] = Trajectory(id=name, group=group_of(name), sibling=0)
             account(stamped, commands, state)
             assert (name in account.closed) is not fenced
             return

@@ -12,8 +12,10 @@ from laminar.analysis.log.trajectory_history import (
 )
 from laminar.analysis.why.idle_spells import DOWN, FREE, NO_WEIGHTS, PULLING, IdleTracker
 from laminar.core.machine import StateMachine
-from laminar.core.state.state import Replica, State, Trajectory
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
+from laminar.core.state.work import Trajectory
 from tests.analysis.told_bench import ToldBench
 from tools.kit.random_worlds import failing_world, random_world
 
@@ -32,8 +34,8 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
             now = moments.locate_event(stamped)
             lives.record_event(now, stamped.event, commands, machine.state)
             idleness.record_event(now, stamped, machine.state)
-            assert lives.open.keys() == machine.state.trajectories.keys()
-            for name, trajectory in machine.state.trajectories.items():
+            assert lives.open.keys() == machine.state.work.trajectories.keys()
+            for name, trajectory in machine.state.work.trajectories.items():
                 check(lives.open[name], trajectory)
             check_idle(idleness, machine.state)
 
@@ -64,12 +66,12 @@ def check(life: TrajectoryHistory, trajectory: Trajectory) -> None:
 
 def check_idle(idleness: IdleTracker, state: State) -> None:
     """Open exactly for the known replicas that run nothing, with a reason that holds."""
-    running = {r.name for r in state.replicas.values() if r.running}
+    running = {r.name for r in state.members.replicas.values() if r.running}
     assert idleness.open.keys() == idleness.known.keys() - running
     for name, idle in idleness.open.items():
-        replica = state.replicas.get(name)
+        replica = state.members.replicas.get(name)
         holds = {
-            DOWN: replica is None or not state.is_actor_alive(name),
+            DOWN: replica is None or not state.members.is_actor_alive(name),
             PULLING: replica is not None and replica.loading,
             NO_WEIGHTS: replica is not None and replica.version < 0 and not replica.loading,
         }

@@ -52,7 +52,7 @@ def test_the_parts_add_up_to_the_score(tmp_path: Path, monkeypatch: pytest.Monke
     account = Account()
     state = replay_log(tmp_path / "run", account).machine.state
     wrong = {n: r for n, r in account.rewarded.items() if n != "e2.3.0"}
-    told = by_prompt_length(tmp_path / "run", state.evaluations, wrong)
+    told = by_prompt_length(tmp_path / "run", state.evaluations.results, wrong)
     assert (told[-1]["first_total"], told[-1]["last_total"]) == (1, 0)
 
 

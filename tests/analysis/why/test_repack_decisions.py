@@ -9,7 +9,7 @@ import pytest
 from laminar.analysis.log.trajectory_history import EventClock
 from laminar.analysis.why.repack_decisions import REASONS, Outcome, RepackDecisions
 from laminar.core.machine import StateMachine
-from laminar.core.state.straggler_load import NotStragglerReason, StayReason
+from laminar.core.state.migrations import NotStragglerReason, StayReason
 from tests.analysis.told_bench import ToldBench
 from tests.core.repack.test_migration import DESTINATION, OTHER, SOURCE, Tail
 
@@ -23,7 +23,7 @@ def looked(bench: ToldBench) -> dict[str, list[tuple[str, str]]]:
     machine, moments, looks = StateMachine(), EventClock(), RepackDecisions()
     for stamped, _ in bench.log:
         commands = machine.handle_event(stamped)
-        names = set(machine.state.replicas)
+        names = set(machine.state.members.replicas)
         looks.record_event(moments.locate_event(stamped), stamped, commands, machine.state, names)
     return {
         name: [(look.reason, look.detail) for look in found] for name, found in looks.of.items()

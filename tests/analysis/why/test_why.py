@@ -185,8 +185,8 @@ def repacked() -> Asked:
         repack_interval_ms=1_000,
         repack_release_timeout_ms=2_000,
     )
-    stragglers = [sorted(replica.running)[-1] for replica in bench.state.replicas.values()]
-    for name in list(bench.state.trajectories):
+    stragglers = [sorted(replica.running)[-1] for replica in bench.state.members.replicas.values()]
+    for name in list(bench.state.work.trajectories):
         opened(bench, name, 0)
         if name not in stragglers:
             bench.finish(name)
@@ -201,9 +201,9 @@ def repacked() -> Asked:
         )  # fmt: skip
         bench.say(name, gauge)
     bench.publish(1, 1)
-    source = next(r for r in bench.state.replicas.values() if r.outgoing)
+    source = next(r for r in bench.state.members.replicas.values() if r.outgoing)
     moved = next(iter(source.outgoing))
-    number = bench.state.commands[f"release:{source.name}"].command_id
+    number = bench.state.orders.commands[f"release:{source.name}"].command_id
     bench.say(source.name, ev.TrajectoriesReleased(command_id=number))
     opened(bench, moved, 9)
     yield bench, moved, ""
@@ -460,7 +460,7 @@ def had_moved() -> Asked:
     bench = pair(capacity=4, max_staleness=0, groups_per_step=2)
     bench.kill("rollout-0")
     bench.complete("0.0", "0.1")
-    if bench.state.batch is None:
+    if bench.state.steps.batch is None:
         bench.complete(*bench.open_groups())
     yield bench, "step-1", ""
 
@@ -498,7 +498,7 @@ def strategy_held() -> Asked:
     bench = pair(batch_strategy=STRATEGY)
     bench.complete("0.0")
     bench.wait(5000)
-    assert bench.state.batch is not None
+    assert bench.state.steps.batch is not None
     yield bench, "step-1", ""
 
 

@@ -52,13 +52,16 @@ def test_an_older_version_of_the_same_step_does_not_stand_for_the_export() -> No
     owed = bench.say("trainer-0", ev.ModelExported(version=3, path="export"))
     assert [order.version for order in only(cmd.PublishWeights, owed)] == [3]
     bench.publish(2, 2)
-    assert keys.PUBLISH in bench.state.commands and bench.state.owed_version == 3
+    assert keys.PUBLISH in bench.state.orders.commands and bench.state.versions.owed == 3
     bench.publish(3, 2)
-    assert keys.PUBLISH not in bench.state.commands and bench.state.phase == "final-evaluation"
+    assert (
+        keys.PUBLISH not in bench.state.orders.commands
+        and bench.state.run.phase == "final-evaluation"
+    )
 
 
 def books_closed(bench: Bench) -> bool:
-    ledger = bench.state.ledger
+    ledger = bench.state.work.ledger
     return ledger.groups.live == ledger.trajectories.live == ledger.tokens.live == 0
 
 
@@ -71,7 +74,7 @@ def test_the_last_ends_are_written_without_a_trainer(lost: str) -> None:
     for command in only(cmd.GenerateTrajectory, bench.load_all()):
         bench.finish(command.trajectory_id)
         bench.reward(command.trajectory_id)
-    assert (bench.state.phase, bench.settings.save_freq) == ("ending", 0)
+    assert (bench.state.run.phase, bench.settings.save_freq) == ("ending", 0)
     if lost == "exits":
         bench.kill("trainer-0")
     elif lost == "fails":
@@ -80,10 +83,10 @@ def test_the_last_ends_are_written_without_a_trainer(lost: str) -> None:
         bench.join("node-0", "b")
         bench.join("store-0", "b", "node-0/b")
         bench.ready("store-0")
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     bench.stop()
-    assert bench.state.exit_code == 0
-    assert books_closed(bench) and bench.state.phase == "ended"
+    assert bench.state.run.exit_code == 0
+    assert books_closed(bench) and bench.state.run.phase == "ended"
 
 
 def test_whole_run_ends_with_exit_code_zero() -> None:
@@ -93,16 +96,20 @@ def test_whole_run_ends_with_exit_code_zero() -> None:
         cmd.ExportModel(to="trainer-0", version=3, step=2)
     ]
     exported(bench)
-    assert bench.state.phase == "final-evaluation"
+    assert bench.state.run.phase == "final-evaluation"
     commands = bench.load_all()
     for command in only(cmd.GenerateTrajectory, commands):
         assert command.purpose == "eval"
         bench.finish(command.trajectory_id)
         bench.reward(command.trajectory_id)
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code, bench.state.failure) == ("ended", 0, "")
-    assert books_closed(bench) and bench.state.export_path == "export"
-    assert not bench.state.timers and not bench.state.commands
+    assert (bench.state.run.phase, bench.state.run.exit_code, bench.state.run.failure) == (
+        "ended",
+        0,
+        "",
+    )
+    assert books_closed(bench) and bench.state.versions.export_path == "export"
+    assert not bench.state.orders.timers and not bench.state.orders.commands
 
 
 def test_drain_while_starting_ends_at_once() -> None:
@@ -112,8 +119,8 @@ def test_drain_while_starting_ends_at_once() -> None:
     stop = bench.own(DRAIN)
     assert [c.to for c in only(cmd.StopActor, stop)] == ["trainer-0"]
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 130)
-    assert "SIGINT" in bench.state.failure
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 130)
+    assert "SIGINT" in bench.state.run.failure
 
 
 def test_drain_while_the_trainer_waits() -> None:
@@ -129,7 +136,7 @@ def test_drain_while_the_trainer_waits() -> None:
     commands += bench.load_all()
     assert not only(cmd.GenerateTrajectory, commands)
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 0)
     assert books_closed(bench)
 
 
@@ -142,7 +149,7 @@ def test_drain_while_a_batch_is_trained_completes_it() -> None:
     commands = bench.train()
     assert only(cmd.ExportModel, commands) and not only(cmd.GenerateTrajectory, commands)
     bench.write_ends()
-    assert bench.state.ledger.groups.trained == 1 and books_closed(bench)
+    assert bench.state.work.ledger.groups.trained == 1 and books_closed(bench)
 
 
 @pytest.mark.parametrize("draining", [False, True])
@@ -158,9 +165,9 @@ def test_stop_at_once_neither_completes_the_step_nor_exports(draining: bool) -> 
     assert bench.own(DRAIN) == [] and bench.own(AT_ONCE) == []
     bench.write_ends()
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 130)
-    assert bench.state.failure == "stopped at once: SIGQUIT"
-    assert bench.state.ledger.groups.trained == 0 and books_closed(bench)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 130)
+    assert bench.state.run.failure == "stopped at once: SIGQUIT"
+    assert bench.state.work.ledger.groups.trained == 0 and books_closed(bench)
 
 
 def test_drain_while_exporting_gives_up_a_running_evaluation() -> None:
@@ -177,7 +184,7 @@ def test_drain_while_exporting_gives_up_a_running_evaluation() -> None:
         "run-ended"
     }
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 0)
 
 
 def test_drain_during_the_last_evaluation_ends_it() -> None:
@@ -188,8 +195,8 @@ def test_drain_during_the_last_evaluation_ends_it() -> None:
     assert only(cmd.GenerateTrajectory, bench.load_all())
     assert only(cmd.AbortTrajectories, bench.own(DRAIN))
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
-    assert books_closed(bench) and bench.state.ledger.groups.dropped == {"run-ended": 2}
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 0)
+    assert books_closed(bench) and bench.state.work.ledger.groups.dropped == {"run-ended": 2}
 
 
 @pytest.mark.parametrize("phase", ["ending", "stopping", "ended"])
@@ -202,10 +209,10 @@ def test_drain_while_ending_changes_nothing(phase: str) -> None:
         bench.write_ends()
     if phase == "ended":
         bench.stop()
-    assert bench.state.phase == phase
+    assert bench.state.run.phase == phase
     assert bench.own(DRAIN) == [] and bench.own(DRAIN) == []
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 0)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +236,9 @@ def test_start_that_does_not_come_about_names_what_is_missing(
     if published:
         bench.publish(0, 0)
     bench.wait(60_000)
-    assert bench.state.failure == f"not started within 60000 ms: missing {said}"
+    assert bench.state.run.failure == f"not started within 60000 ms: missing {said}"
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 1)
 
 
 @pytest.mark.parametrize("name", ["trainer-0", "relay-0"])
@@ -241,16 +248,13 @@ def test_loss_of_a_single_role_ends_the_run_with_closed_books(name: str) -> None
     bench.start()
     bench.complete("0.0")
     bench.kill(name, restarting=False)
-    reasons = {
-        "trainer-0": "trainer-0 is lost: its process ended with exit code -9",
-        "relay-0": "the trainer's machine has no relay: relay-0: "
-        "its process ended with exit code -9",
-    }
-    assert bench.state.failure == reasons[name]
+    assert (
+        bench.state.run.failed.kind == {"trainer-0": "process-lost", "relay-0": "relay-lost"}[name]
+    )
     bench.stop()
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 1)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 1)
     assert books_closed(bench)
-    assert set(bench.state.ledger.trajectories.dropped) == {"run-ended"}
+    assert set(bench.state.work.ledger.trajectories.dropped) == {"run-ended"}
 
 
 def test_last_replica_that_never_comes_back_ends_the_run() -> None:
@@ -259,11 +263,12 @@ def test_last_replica_that_never_comes_back_ends_the_run() -> None:
     bench.start()
     bench.kill()
     bench.write_ends()
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     bench.wait(60_000)
-    assert bench.state.failure == (
-        "no replica is left: rollout-0 was restarted and never joined"
-    )  # fmt: skip
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "rollout-0",
+    )
 
 
 def test_process_that_never_joins_ends_the_run() -> None:
@@ -272,7 +277,7 @@ def test_process_that_never_joins_ends_the_run() -> None:
     bench.join("node-0")
     exited = ev.ProcessExited(actor="relay-0", boot_id="x", code=1, restarting=False)
     bench.say("node-0", exited)
-    assert bench.state.failure == "relay-0 never joined: its process ended with exit code 1"
+    assert bench.state.run.failure == "relay-0 never joined: its process ended with exit code 1"
 
 
 def test_export_that_hangs_ends_the_run() -> None:
@@ -280,7 +285,7 @@ def test_export_that_hangs_ends_the_run() -> None:
     to_the_export(bench)
     bench.write_ends()
     bench.wait(EXPORT_TIMEOUT_MS)
-    assert bench.state.failure == "trainer-0 did not finish ExportModel in time"
+    assert bench.state.run.failure == "trainer-0 did not finish ExportModel in time"
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -291,12 +296,12 @@ def test_export_with_other_weights_ends_the_run(failed: bool) -> None:
     to_the_export(bench)
     if failed:
         bench.kill("store-0", restarting=False)
-    reason, version = bench.state.failure, bench.state.export_version
+    reason, version = bench.state.run.failure, bench.state.versions.export
     other = ev.WeightsPublished(version=version, step=2, digest="x", num_bytes=4, held=())
     bench.say("relay-0", other)
-    assert bench.state.exit_code == 1
-    assert bench.state.failure == reason if failed else "digest x" in bench.state.failure
-    assert bench.state.ignored == ({"WeightsPublished: run-ending": 1} if failed else {})
+    assert bench.state.run.exit_code == 1
+    assert bench.state.run.failure == reason if failed else "digest x" in bench.state.run.failure
+    assert bench.state.run.ignored == ({"WeightsPublished: run-ending": 1} if failed else {})
 
 
 def test_actor_that_does_not_say_goodbye_is_not_waited_for_for_ever() -> None:
@@ -307,9 +312,9 @@ def test_actor_that_does_not_say_goodbye_is_not_waited_for_for_ever() -> None:
     bench.write_ends()
     for name in ("node-0", "store-0", "relay-0", "trainer-0"):
         bench.say(name, ev.ActorLeft())
-    assert bench.state.phase == "stopping"
+    assert bench.state.run.phase == "stopping"
     bench.wait(STOP_TIMEOUT_MS)
-    assert (bench.state.phase, bench.state.exit_code) == ("ended", 0)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == ("ended", 0)
 
 
 def test_process_that_exits_instead_of_saying_goodbye_counts_as_stopped() -> None:
@@ -320,7 +325,11 @@ def test_process_that_exits_instead_of_saying_goodbye_counts_as_stopped() -> Non
     for name in ("rollout-0", "trainer-0", "relay-0", "store-0"):
         bench.kill(name, restarting=False)
     bench.say("node-0", ev.ActorLeft())
-    assert (bench.state.phase, bench.state.exit_code, bench.state.failure) == ("ended", 0, "")
+    assert (bench.state.run.phase, bench.state.run.exit_code, bench.state.run.failure) == (
+        "ended",
+        0,
+        "",
+    )
 
 
 def test_replica_that_said_goodbye_is_watched_no_more() -> None:
@@ -332,4 +341,4 @@ def test_replica_that_said_goodbye_is_watched_no_more() -> None:
     bench.say("rollout-0", ev.ActorLeft())
     commands = bench.wait(6_000)
     assert not only(cmd.RestartActor, commands)
-    assert "progress:rollout-0" not in bench.state.timers
+    assert "progress:rollout-0" not in bench.state.orders.timers

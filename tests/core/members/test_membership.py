@@ -21,7 +21,7 @@ def test_new_process_of_a_name_fences_the_old_one() -> None:
     old one's work is lost to it, and its words are counted and change nothing."""
     bench = Bench(replicas=2, capacity=4, max_staleness=0)
     bench.start()
-    old = bench.state.actors["rollout-0"].incarnation
+    old = bench.state.members.actors["rollout-0"].incarnation
     moved = bench.join("rollout-0", "b")
     assert {c.to for c in only(cmd.GenerateTrajectory, moved)} == {"rollout-1"}
     trajectory = bench.trajectory("0.0.0")
@@ -31,21 +31,21 @@ def test_new_process_of_a_name_fences_the_old_one() -> None:
         )
         assert bench.hear("rollout-0", old, finished) == []
     assert bench.trajectory("0.0.0").status == "dispatched"
-    assert bench.state.ignored == {"TrajectoryFinished: fenced": 2}
+    assert bench.state.run.ignored == {"TrajectoryFinished: fenced": 2}
 
 
 def test_silent_actor_is_fenced_and_its_node_makes_sure_that_it_is_gone() -> None:
     """It comes back to life a second later: it is fenced all the same."""
     bench = Bench(replicas=2, capacity=4, max_staleness=0)
     bench.start()
-    incarnation = bench.state.actors["rollout-0"].incarnation
+    incarnation = bench.state.members.actors["rollout-0"].incarnation
     lost = ev.HeartbeatLost(actor="rollout-0", actor_incarnation=incarnation, silent_ms=3_000)
     commands = bench.own(lost)
     assert [(c.to, c.actor) for c in only(cmd.RestartActor, commands)] == [("node-0", "rollout-0")]
     gauge = ev.TokenProgress(tokens_total=5, kv_used_tokens=0, running=0, waiting=0)
     assert bench.hear("rollout-0", incarnation, gauge) == []
     assert bench.own(lost) == []
-    assert bench.state.ignored == {
+    assert bench.state.run.ignored == {
         "TokenProgress: fenced": 1, "HeartbeatLost: old-incarnation": 1
     }  # fmt: skip
 
@@ -55,17 +55,17 @@ def test_exit_of_an_old_process_does_not_touch_its_successor() -> None:
     restarted: the command stays outstanding, so that a reconnected node is told again."""
     bench = Bench(replicas=1, capacity=4, max_staleness=0, stall_ms=1_000)
     bench.start()
-    old = bench.state.actors["rollout-0"].boot_id
+    old = bench.state.members.actors["rollout-0"].boot_id
     bench.join("rollout-0", "b")
     bench.ready("rollout-0")
     commands = bench.load_all()
     assert only(cmd.GenerateTrajectory, commands)
     exited = ev.ProcessExited(actor="rollout-0", boot_id=old, code=-9, restarting=True)
     assert bench.say("node-0", exited) == []
-    assert bench.state.is_actor_alive("rollout-0") and bench.replica().running
+    assert bench.state.members.is_actor_alive("rollout-0") and bench.replica().running
     assert only(cmd.RestartActor, bench.wait(1_000))
     bench.say("node-0", exited)
-    assert "restart:rollout-0" in bench.state.commands
+    assert "restart:rollout-0" in bench.state.orders.commands
 
 
 def exit_before_joining(bench: Bench, name: str, *, restarting: bool) -> list[Command]:
@@ -79,12 +79,12 @@ def test_restarted_process_that_ends_for_good_before_it_joins_is_not_waited_for(
     bench.start()
     bench.kill("rollout-0")
     exit_before_joining(bench, "rollout-0", restarting=True)
-    assert "rejoin:rollout-0" in bench.state.timers
+    assert "rejoin:rollout-0" in bench.state.orders.timers
     exit_before_joining(bench, "rollout-0", restarting=False)
-    assert "rejoin:rollout-0" not in bench.state.timers
-    assert bench.state.phase == "running" and not bench.state.failure
+    assert "rejoin:rollout-0" not in bench.state.orders.timers
+    assert bench.state.run.phase == "running" and not bench.state.run.failure
     exit_before_joining(bench, "rollout-0", restarting=False)
-    assert bench.state.ignored["ProcessExited: old-process"] == 2
+    assert bench.state.run.ignored["ProcessExited: old-process"] == 2
 
 
 def test_run_ends_when_the_restarted_relay_of_its_trainer_ends_for_good_before_it_joins() -> None:
@@ -92,9 +92,9 @@ def test_run_ends_when_the_restarted_relay_of_its_trainer_ends_for_good_before_i
     bench.start()
     bench.kill("relay-0")
     exit_before_joining(bench, "relay-0", restarting=False)
-    assert bench.state.failure == (
-        "the trainer's machine has no relay: relay-0 was restarted and never joined: "
-        "its process ended with exit code 1"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "relay-lost",
+        "relay-0",
     )
 
 
@@ -104,8 +104,8 @@ def test_an_event_that_is_not_its_senders_to_report_is_refused() -> None:
     bench.start()
     event = ev.ProcessExited(actor="rollout-0", boot_id="rollout-0/a", code=0, restarting=False)
     assert bench.say("trainer-0", event) == []
-    assert bench.state.ignored == {"ProcessExited: wrong-sender": 1}
-    assert bench.state.is_actor_alive("rollout-0")
+    assert bench.state.run.ignored == {"ProcessExited: wrong-sender": 1}
+    assert bench.state.members.is_actor_alive("rollout-0")
 
 
 @pytest.mark.parametrize(("name", "role"), [("x-0", "king"), (COORDINATOR, "rollout")])
@@ -115,7 +115,7 @@ def test_process_without_a_place_in_a_run_is_refused(name: str, role: str) -> No
     joined = ev.ActorJoined(name=name, role=role, boot_id="b", node="node-0", pid=1)
     refused = only(cmd.RefuseActor, bench.hear(name, 0, joined))
     assert len(refused) == 1 and role in refused[0].reason
-    assert name not in bench.state.actors
+    assert name not in bench.state.members.actors
 
 
 def test_coordinator_that_comes_back_changes_nothing_but_its_number() -> None:
@@ -125,8 +125,8 @@ def test_coordinator_that_comes_back_changes_nothing_but_its_number() -> None:
     bench.start()
     bench.now_ms += 5_000
     assert bench.own(bench.started(2)) == []
-    assert bench.state.coordinator_incarnation == 2
-    assert "start" not in bench.state.timers
+    assert bench.state.members.coordinator_incarnation == 2
+    assert "start" not in bench.state.orders.timers
     assert bench.replica().progress_ns == 5_000_000_000
 
 
@@ -164,7 +164,7 @@ def test_a_warning_is_remembered_and_decides_nothing() -> None:
     bench.start()
     warning = ev.TrainingWarning(kind="no-signal", step=3, text="of all groups")
     assert bench.own(warning) == []
-    assert bench.state.warnings == {"no-signal": "of all groups"}
+    assert bench.state.signals.warnings == {"no-signal": "of all groups"}
 
 
 def test_a_name_keeps_its_role() -> None:
@@ -174,7 +174,7 @@ def test_a_name_keeps_its_role() -> None:
     other = msgspec.structs.replace(bench.joining("store-0", "b"), role="trainer")
     (refused,) = only(cmd.RefuseActor, bench.hear("store-0", 0, other))
     assert refused.reason == "'store-0' is a store of this run, and no trainer"
-    assert bench.state.actors["store-0"].boot_id == "store-0/a"
+    assert bench.state.members.actors["store-0"].boot_id == "store-0/a"
 
 
 # --- an engine that fails at its start ------------------------------------------------------------
@@ -194,9 +194,9 @@ def started_without_weights(replicas: int) -> Bench:
 
 def fails_at_a_start(bench: Bench, name: str, failed: ev.ActorFailed = BROKEN) -> None:
     """Its process says why, ends, and is started again."""
-    boot_id = bench.state.actors[name].boot_id
+    boot_id = bench.state.members.actors[name].boot_id
     bench.say(name, failed)
-    if bench.state.failure:
+    if bench.state.run.failure:
         return
     bench.say("node-0", ev.ProcessExited(actor=name, boot_id=boot_id, code=1, restarting=True))
     bench.join(name, f"{len(bench.commands)}")
@@ -208,12 +208,12 @@ def test_an_engine_that_fails_in_the_same_way_at_two_starts_ends_the_run() -> No
     bench = started_without_weights(replicas=2)
     fails_at_a_start(bench, "rollout-0")
     fails_at_a_start(bench, "rollout-1")
-    assert bench.state.phase == "starting" and not bench.state.failure
+    assert bench.state.run.phase == "starting" and not bench.state.run.failure
     fails_at_a_start(bench, "rollout-1")
-    assert bench.state.failure == (
-        "rollout-1: its engine failed the same way at two starts: head_dim=20 is not supported"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "engine-fails",
+        "rollout-1",
     )
-    assert bench.state.exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_two_starts_that_fail_in_other_ways_are_left_to_the_node(second: ev.Acto
     bench = started_without_weights(replicas=1)
     fails_at_a_start(bench, "rollout-0")
     fails_at_a_start(bench, "rollout-0", second)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
 
 
 def test_a_run_that_has_a_replica_at_work_goes_on_without_the_broken_one() -> None:
@@ -236,7 +236,7 @@ def test_a_run_that_has_a_replica_at_work_goes_on_without_the_broken_one() -> No
     bench.start()
     for _ in range(3):
         fails_at_a_start(bench, "rollout-1")
-    assert bench.state.phase == "running" and not bench.state.failure
+    assert bench.state.run.phase == "running" and not bench.state.run.failure
 
 
 def test_a_replica_that_had_weights_has_not_failed_at_its_start() -> None:
@@ -244,22 +244,23 @@ def test_a_replica_that_had_weights_has_not_failed_at_its_start() -> None:
     bench.start()
     fails_at_a_start(bench, "rollout-0")
     fails_at_a_start(bench, "rollout-0")
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     fails_at_a_start(bench, "rollout-0")
-    assert "at two starts" in bench.state.failure
+    assert "at two starts" in bench.state.run.failure
 
 
 def test_the_last_word_of_an_engine_is_why_no_replica_is_left() -> None:
     """Its exit code says nothing."""
     bench = started_without_weights(replicas=1)
-    boot_id = bench.state.actors["rollout-0"].boot_id
+    boot_id = bench.state.members.actors["rollout-0"].boot_id
     bench.say("rollout-0", BROKEN)
     gone = ev.ProcessExited(
         actor="rollout-0", boot_id=boot_id, code=1, restarting=False, reason="it was the last time"
     )
     bench.say("node-0", gone)
-    assert bench.state.failure == (
-        "no replica is left: rollout-0: head_dim=20 is not supported; it was the last time"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "rollout-0",
     )
 
 
@@ -276,7 +277,7 @@ def test_of_two_nodes_of_one_job_that_of_its_last_start_counts() -> None:
     assert only(cmd.AcceptActor, started(bench, 1))
     (refused,) = only(cmd.RefuseActor, started(bench, 0))
     assert "job 71 was started again" in refused.reason
-    assert bench.state.is_actor_alive("node-1")
+    assert bench.state.members.is_actor_alive("node-1")
     assert only(cmd.AcceptActor, started(bench, 2))
     bench.silent("node-1")
     assert only(cmd.RefuseActor, started(bench, 1))
@@ -288,9 +289,9 @@ def test_a_machine_that_leaves_may_come_back_though_it_had_the_last_replica() ->
     bench.start()
     for name in ("rollout-0", "relay-0", "trainer-0", "store-0", "node-0"):
         bench.say(name, ev.ActorLeft())
-    assert bench.state.phase == Phase.RUNNING
+    assert bench.state.run.phase == Phase.RUNNING
     bench.wait(bench.settings.start_timeout_ms)
-    assert "is lost with its machine node-0" in bench.state.failure
+    assert "is lost with its machine node-0" in bench.state.run.failure
 
 
 def test_late_hello_of_who_was_accepted_and_never_heard_of_it_pushes_out_nobody() -> None:
@@ -303,8 +304,8 @@ def test_late_hello_of_who_was_accepted_and_never_heard_of_it_pushes_out_nobody(
     for boot in ("a", "b"):
         (refused,) = bench.join("rollout-0", boot)
         assert isinstance(refused, cmd.RefuseActor)
-    assert bench.state.actors["rollout-0"].boot_id.endswith("c")
-    assert bench.state.is_actor_alive("rollout-0")
+    assert bench.state.members.actors["rollout-0"].boot_id.endswith("c")
+    assert bench.state.members.is_actor_alive("rollout-0")
 
 
 def test_a_late_hello_of_what_its_node_has_started_before_pushes_out_nobody() -> None:
@@ -320,6 +321,6 @@ def test_a_late_hello_of_what_its_node_has_started_before_pushes_out_nobody() ->
 
     assert all(map(joins, (1, 3, 4, 5, 6, 7, 8)))
     assert not any(map(joins, (1, 2, 6)))
-    assert bench.state.actors["rollout-1.0"].boot_id.endswith("a.8")
+    assert bench.state.members.actors["rollout-1.0"].boot_id.endswith("a.8")
     bench.join("node-1", "b")
     assert joins(1, "b")

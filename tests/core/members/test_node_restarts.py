@@ -28,7 +28,7 @@ def come_back(bench: Bench, boot: str = "b") -> None:
 
 
 def awaited(bench: Bench) -> list[str]:
-    return [name for name in MACHINE if f"rejoin:{name}" in bench.state.timers]
+    return [name for name in MACHINE if f"rejoin:{name}" in bench.state.orders.timers]
 
 
 def test_a_new_node_takes_the_machine_of_store_and_trainer_over() -> None:
@@ -36,9 +36,9 @@ def test_a_new_node_takes_the_machine_of_store_and_trainer_over() -> None:
     bench = run()
     bench.join("node-0", "b")
     assert awaited(bench) == [*MACHINE]
-    assert not any(bench.state.is_actor_alive(name) for name in MACHINE)
+    assert not any(bench.state.members.is_actor_alive(name) for name in MACHINE)
     come_back(bench)
-    assert not awaited(bench) and not bench.state.failure
+    assert not awaited(bench) and not bench.state.run.failure
     (repeat,) = only(cmd.RepeatStep, bench.commands)
     digest = repeat.digest
     repeated = ev.StepRepeated(
@@ -46,7 +46,7 @@ def test_a_new_node_takes_the_machine_of_store_and_trainer_over() -> None:
     )
     bench.say("trainer-0", repeated)
     assert [order.step_index for order in only(cmd.TrainStep, bench.commands)] == [0, 1, 1]
-    assert bench.state.batch is not None and bench.state.batch.deaths == 0
+    assert bench.state.steps.batch is not None and bench.state.steps.batch.deaths == 0
 
 
 def test_a_node_that_is_lost_first_may_be_replaced_later() -> None:
@@ -57,7 +57,7 @@ def test_a_node_that_is_lost_first_may_be_replaced_later() -> None:
     bench.wait(bench.settings.start_timeout_ms - 1)
     bench.join("node-0", "b")
     bench.wait(bench.settings.start_timeout_ms - 1)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     come_back(bench)
     assert not awaited(bench)
 
@@ -71,15 +71,16 @@ def test_a_machine_that_does_not_come_back_ends_the_run(joined: bool) -> None:
     bench.wait(bench.settings.start_timeout_ms)
     lost = "store-0 is lost with its machine node-0, and no other node has its place"
     never = "store-0 was restarted and never joined"
-    assert bench.state.failure == f"the store is lost: {never if joined else lost}"
-    assert bench.state.exit_code == 1
+    assert bench.state.run.failure == f"the store is lost: {never if joined else lost}"
+    assert bench.state.run.exit_code == 1
 
 
 def test_without_checkpoints_the_trainer_does_not_come_back() -> None:
     bench = run(save_freq=0)
     bench.join("node-0", "b")
-    assert bench.state.failure == (
-        "trainer-0 is lost: its machine node-0 is lost: was replaced by a new process"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "process-lost",
+        "trainer-0",
     )
 
 
@@ -109,7 +110,7 @@ def ending() -> Bench:
     """The run has failed; the store has ends to write."""
     bench = run()
     bench.kill("rollout-0", restarting=False)
-    assert (bench.state.phase, bench.state.failure) == ("ending", FAILED)
+    assert (bench.state.run.phase, bench.state.run.failure) == ("ending", FAILED)
     return bench
 
 
@@ -117,13 +118,13 @@ def test_the_machine_of_the_store_comes_back_also_while_the_run_ends() -> None:
     """For the store alone: it writes the ends, and the others are refused."""
     bench = ending()
     bench.join("node-0", "b")
-    assert awaited(bench) == ["store-0"] and bench.state.phase == "ending"
+    assert awaited(bench) == ["store-0"] and bench.state.run.phase == "ending"
     bench.join("store-0", "b", "node-0/b")
     bench.ready("store-0")
     assert only(cmd.RefuseActor, bench.join("rollout-0", "b", "node-0/b"))
     bench.write_ends()
-    assert bench.state.phase == "stopping"
-    assert bench.state.failure == FAILED
+    assert bench.state.run.phase == "stopping"
+    assert bench.state.run.failure == FAILED
 
 
 def test_a_machine_that_is_lost_while_the_run_ends_leaves_it_its_reason() -> None:
@@ -132,7 +133,7 @@ def test_a_machine_that_is_lost_while_the_run_ends_leaves_it_its_reason() -> Non
     assert awaited(bench) == ["store-0"]
     assert only(cmd.AcceptActor, bench.join("node-0", "b"))
     bench.wait(bench.settings.start_timeout_ms)
-    assert (bench.state.phase, bench.state.failure) == ("stopping", FAILED)
+    assert (bench.state.run.phase, bench.state.run.failure) == ("stopping", FAILED)
 
 
 def test_a_node_without_a_store_is_refused_while_the_run_ends() -> None:

@@ -38,11 +38,15 @@ def saved(bench: Bench) -> list[Command]:
 
 def left(bench: Bench) -> None:
     """Everybody does, and the run is paused."""
-    for name in [a.name for a in bench.state.actors.values() if a.alive]:
+    for name in [a.name for a in bench.state.members.actors.values() if a.alive]:
         bench.say(name, ev.ActorLeft())
     state = bench.state
-    assert (state.phase, state.exit_code, state.failure) == ("ended", exit_codes.PAUSED, "")
-    assert state.paused and not resumption.is_run_over(state)
+    assert (state.run.phase, state.run.exit_code, state.run.failure) == (
+        "ended",
+        exit_codes.PAUSED,
+        "",
+    )
+    assert state.run.paused and not resumption.is_run_over(state)
 
 
 def test_the_step_in_training_is_completed_and_saved_and_nothing_is_done_again() -> None:
@@ -53,16 +57,16 @@ def test_the_step_in_training_is_completed_and_saved_and_nothing_is_done_again()
     assert not only(cmd.StopActor, commands)
     assert only(cmd.StopActor, saved(bench))
     left(bench)
-    is_open = set(bench.state.trajectories)
+    is_open = set(bench.state.work.trajectories)
     bench.own(ev.RunResumed(asked=False, total_steps=0, test_freq=0, save_freq=1))
-    assert bench.state.ignored["RunResumed: not-resumable"] == 1
+    assert bench.state.run.ignored["RunResumed: not-resumable"] == 1
     resumed(bench, asked=True)
-    assert (bench.state.phase, bench.state.exit_code) == (Phase.RUNNING, 0)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == (Phase.RUNNING, 0)
     (load,) = only(cmd.LoadCheckpoint, come_back(bench, test_step_replay.checkpoint(bench, 3)))
     assert load.step == 3
     (publish,) = only(cmd.PublishWeights, test_step_replay.loaded(bench))
     assert publish.version == 3 and not only(cmd.RepeatStep, bench.commands)
-    assert is_open == set(bench.state.trajectories) != set()
+    assert is_open == set(bench.state.work.trajectories) != set()
 
 
 def test_a_step_that_is_saved_already_is_not_saved_again() -> None:
@@ -90,11 +94,11 @@ def test_a_run_that_has_not_begun_starts_again() -> None:
     bench.own(PAUSE)
     left(bench)
     resumed(bench, asked=True)
-    assert bench.state.phase == Phase.STARTING
+    assert bench.state.run.phase == Phase.STARTING
     come_back(bench)
     assert only(cmd.PublishWeights, bench.commands)
     bench.publish(0, 0)
-    assert bench.state.phase == Phase.RUNNING
+    assert bench.state.run.phase == Phase.RUNNING
 
 
 def test_who_asks_for_an_end_meanwhile_gets_it() -> None:
@@ -104,14 +108,14 @@ def test_who_asks_for_an_end_meanwhile_gets_it() -> None:
     commands = bench.train()
     assert only(cmd.ExportModel, commands) and not only(cmd.SaveCheckpoint, commands)
     bench.own(PAUSE)
-    assert bench.state.ignored["DrainRequested: run-ending"] == 1
+    assert bench.state.run.ignored["DrainRequested: run-ending"] == 1
 
 
 def test_an_end_at_once_is_one() -> None:
     bench = test_step_replay.run(1, in_training=True)
     bench.own(PAUSE)
     assert only(cmd.StopActor, bench.own(ev.DrainRequested(reason="SIGQUIT", at_once=True)))
-    assert bench.state.exit_code == exit_codes.STOPPED_EARLY and not bench.state.paused
+    assert bench.state.run.exit_code == exit_codes.STOPPED_EARLY and not bench.state.run.paused
 
 
 def test_a_run_without_checkpoints_ends() -> None:
@@ -139,14 +143,14 @@ def test_a_checkpoint_that_is_never_written_ends_the_trainer_and_the_pause() -> 
     bench.own(PAUSE)
     bench.wait(SAVE_TIMEOUT_MS)
     assert only(cmd.RestartActor, bench.commands)
-    assert bench.state.paused and not bench.state.failure
+    assert bench.state.run.paused and not bench.state.run.failure
 
 
 def test_machines_that_leave_meanwhile_are_no_failure() -> None:
     bench = test_step_replay.run(1, in_training=True)
     bench.own(PAUSE)
     bench.kill("rollout-0", restarting=False)
-    assert bench.state.phase == Phase.STOPPING and bench.state.paused
+    assert bench.state.run.phase == Phase.STOPPING and bench.state.run.paused
     left(bench)
 
 
@@ -157,7 +161,7 @@ def test_while_it_exports_the_last_step_is_saved_unless_the_export_is_ordered() 
     assert only(cmd.StopActor, commands) and not only(cmd.SaveCheckpoint, commands)
     left(bench)
     resumed(bench, asked=True)
-    assert bench.state.phase == Phase.EXPORTING
+    assert bench.state.run.phase == Phase.EXPORTING
 
 
 def test_a_coordinator_that_finds_all_gone_while_they_are_ordered_to_end_pauses(
@@ -168,22 +172,22 @@ def test_a_coordinator_that_finds_all_gone_while_they_are_ordered_to_end_pauses(
     test_step_replay.save(bench, 2)
     assert not ResumeRequest.RESUME_STOPPED.applies_to(tmp_path, bench.state)
     bench.own(PAUSE)
-    assert bench.state.phase == Phase.STOPPING and ResumeRequest.RESUME_STOPPED.applies_to(
+    assert bench.state.run.phase == Phase.STOPPING and ResumeRequest.RESUME_STOPPED.applies_to(
         tmp_path, bench.state
     )
     resumed(bench)
     bench.wait(STOP_TIMEOUT_MS)
-    assert (bench.state.phase, bench.state.exit_code) == (Phase.ENDED, exit_codes.PAUSED)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == (Phase.ENDED, exit_codes.PAUSED)
     resumed(bench, asked=True)
-    assert bench.state.phase == Phase.RUNNING
+    assert bench.state.run.phase == Phase.RUNNING
 
 
 def test_a_power_cut_during_a_pause_is_the_pause() -> None:
     bench = test_step_replay.run(2, in_training=True)
     bench.own(PAUSE)
     resumed(bench)
-    assert bench.state.phase == Phase.RUNNING
-    assert not bench.state.draining and not bench.state.pausing
+    assert bench.state.run.phase == Phase.RUNNING
+    assert not bench.state.run.draining and not bench.state.run.pausing
 
 
 def test_weights_that_came_of_doing_a_step_again_are_not_saved_as_those_of_the_first_time() -> None:
@@ -200,7 +204,7 @@ def test_weights_that_came_of_doing_a_step_again_are_not_saved_as_those_of_the_f
 def waiting(response_timeout_ms: int) -> Bench:
     """The step is saved, and an answer has older weights."""
     bench = test_step_replay.run(2, in_training=True, save_freq=10)
-    old = [t for t in bench.state.trajectories.values() if t.status == "dispatched"]
+    old = [t for t in bench.state.work.trajectories.values() if t.status == "dispatched"]
     assert old and {t.version for t in old} == {2}
     bench.own(
         ev.DrainRequested(reason="SIGUSR1", pause=True, response_timeout_ms=response_timeout_ms)
@@ -212,19 +216,19 @@ def waiting(response_timeout_ms: int) -> Bench:
 
 def test_answers_that_could_only_start_over_are_finished_before() -> None:
     bench = waiting(60_000)
-    assert bench.state.phase == Phase.RUNNING and bench.state.pausing
+    assert bench.state.run.phase == Phase.RUNNING and bench.state.run.pausing
     for group in bench.open_groups():
         bench.complete(group)
-    assert bench.state.phase == Phase.STOPPING and "pause" not in bench.state.timers
+    assert bench.state.run.phase == Phase.STOPPING and "pause" not in bench.state.orders.timers
 
 
 @pytest.mark.parametrize("response_timeout_ms", [0, 5_000])
 def test_they_have_the_time_that_the_request_gives_them(response_timeout_ms: int) -> None:
     bench = waiting(response_timeout_ms)
     if response_timeout_ms:
-        assert bench.state.phase == Phase.RUNNING
+        assert bench.state.run.phase == Phase.RUNNING
         bench.wait(response_timeout_ms)
-    assert bench.state.phase == Phase.STOPPING
+    assert bench.state.run.phase == Phase.STOPPING
     left(bench)
 
 
@@ -233,5 +237,5 @@ def test_answers_of_the_weights_that_the_run_began_with_are_not_waited_for() -> 
     bench = Bench(save_freq=10)
     bench.start()
     bench.own(ev.DrainRequested(reason="SIGUSR1", pause=True, response_timeout_ms=60_000))
-    assert bench.open_groups() and bench.state.phase == Phase.STOPPING
+    assert bench.open_groups() and bench.state.run.phase == Phase.STOPPING
     left(bench)

@@ -39,15 +39,15 @@ def come_back(bench: Bench, *checkpoints: ev.Checkpoint, boot: str = "b") -> lis
 def test_everything_is_lost_and_nothing_is_blamed() -> None:
     """No batch is given up, however often the power fails."""
     bench = test_step_replay.run(2, in_training=True)
-    running = [t.id for t in bench.state.trajectories.values() if t.status == "dispatched"]
+    running = [t.id for t in bench.state.work.trajectories.values() if t.status == "dispatched"]
     assert running
     for number in range(4):
         commands = resumed(bench)
-        assert commands == [] and not bench.state.failure
-        assert not any(actor.alive for actor in bench.state.actors.values())
-        assert [t.id for t in bench.state.trajectories.values() if t.deaths] == []
+        assert commands == [] and not bench.state.run.failure
+        assert not any(actor.alive for actor in bench.state.members.actors.values())
+        assert [t.id for t in bench.state.work.trajectories.values() if t.deaths] == []
         assert all(bench.trajectory(t).status == TrajectoryStatus.LOST for t in running)
-        assert bench.state.batch is not None and bench.state.batch.deaths == 0
+        assert bench.state.steps.batch is not None and bench.state.steps.batch.deaths == 0
         bench.own(bench.started(incarnation=2))
         for name in (NODE, "store-0", "relay-0", *bench.names):
             bench.join(name, str(number))
@@ -59,7 +59,7 @@ def test_the_trainer_goes_on_from_a_checkpoint_and_lost_work_resumes() -> None:
     """The relay gets the last version again, and what had it goes on from its tokens."""
     bench = test_step_replay.run(2)
     test_step_replay.save(bench, 2)
-    (first, *_) = [t for t in bench.state.trajectories.values() if t.version == 2]
+    (first, *_) = [t for t in bench.state.work.trajectories.values() if t.version == 2]
     resumed(bench)
     (load,) = only(cmd.LoadCheckpoint, come_back(bench, test_step_replay.checkpoint(bench, 2)))
     assert load.step == 2
@@ -75,7 +75,7 @@ def test_the_trainer_goes_on_from_a_checkpoint_and_lost_work_resumes() -> None:
 def test_work_whose_version_nobody_has_starts_over() -> None:
     """It is counted as such, and waits no longer than for the first weights."""
     bench = test_step_replay.run(1, max_staleness=3)
-    old = [t for t in bench.state.trajectories.values() if t.version == 0]
+    old = [t for t in bench.state.work.trajectories.values() if t.version == 0]
     resumed(bench)
     assert only(cmd.RepeatStep, come_back(bench))
     assert only(cmd.PublishWeights, test_step_replay.repeated(bench))
@@ -89,14 +89,14 @@ def test_held_out_answers_are_given_again() -> None:
     bench = Bench(num_eval=1, val_before_train=True, save_freq=1)
     bench.start()
     for number in range(4):
-        (answer,) = (t for t in bench.state.trajectories.values() if t.id.startswith("e"))
+        (answer,) = (t for t in bench.state.work.trajectories.values() if t.id.startswith("e"))
         assert only(cmd.EndTrajectories, resumed(bench))
         come_back(bench, boot=str(number))
         bench.write_ends()
         bench.publish(0, 0)
         bench.load_all()
-        assert answer.id not in bench.state.trajectories
-    assert bench.state.evaluation is not None and bench.state.evaluation.done == 0
+        assert answer.id not in bench.state.work.trajectories
+    assert bench.state.evaluations.running is not None and bench.state.evaluations.running.done == 0
 
 
 def test_a_run_that_had_not_begun_has_its_time_again() -> None:
@@ -105,15 +105,15 @@ def test_a_run_that_had_not_begun_has_its_time_again() -> None:
     bench.wait(50_000)
     resumed(bench)
     bench.wait(50_000)
-    assert bench.state.phase == Phase.STARTING
+    assert bench.state.run.phase == Phase.STARTING
     bench.wait(20_000)
-    assert "not started" in bench.state.failure
+    assert "not started" in bench.state.run.failure
 
 
 def test_the_last_ends_are_written_by_the_next_store() -> None:
     bench = test_step_replay.run()
     bench.kill(TRAINER, restarting=False)
-    assert bench.state.phase == Phase.ENDING
+    assert bench.state.run.phase == Phase.ENDING
     resumed(bench)
     assert only(cmd.AcceptActor, bench.join(NODE, "b"))
     assert only(cmd.RefuseActor, bench.join(TRAINER, "b"))
@@ -121,7 +121,7 @@ def test_the_last_ends_are_written_by_the_next_store() -> None:
     bench.ready("store-0")
     bench.write_ends()
     bench.stop()
-    assert bench.state.phase == Phase.ENDED
+    assert bench.state.run.phase == Phase.ENDED
 
 
 def test_who_does_not_come_back_is_waited_for_and_then_named() -> None:
@@ -130,7 +130,7 @@ def test_who_does_not_come_back_is_waited_for_and_then_named() -> None:
     resumed(bench)
     bench.join(NODE, "b")
     bench.wait(bench.settings.start_timeout_ms)
-    assert "never joined" in bench.state.failure
+    assert "never joined" in bench.state.run.failure
 
 
 def test_settings_that_may_be_changed_are() -> None:
@@ -141,15 +141,15 @@ def test_settings_that_may_be_changed_are() -> None:
     bench.join(NODE, "b")
     resumed(bench, save_freq=0)
     assert bench.state.settings.save_freq == 7
-    assert bench.state.ignored["RunResumed: impossible"] == 1
+    assert bench.state.run.ignored["RunResumed: impossible"] == 1
 
 
 def test_a_run_without_checkpoints_is_left_as_it_is() -> None:
     bench = test_step_replay.run(save_freq=0)
     assert resumption.make_resume_event(bench.state, bench.settings, (), asked=False) is None
     bench.own(ev.RunResumed(asked=True, total_steps=1, test_freq=1, save_freq=1))
-    assert bench.state.ignored["RunResumed: not-resumable"] == 1
-    assert bench.state.is_actor_alive(TRAINER)
+    assert bench.state.run.ignored["RunResumed: not-resumable"] == 1
+    assert bench.state.members.is_actor_alive(TRAINER)
 
 
 def test_a_run_of_which_a_process_lives_is_not_resumed() -> None:
@@ -175,9 +175,9 @@ def test_a_run_whose_steps_are_done_goes_on_with_more(exported: bool) -> None:
         bench.say(TRAINER, ev.ModelExported(version=export.version, path="export"))
         bench.publish(export.version, 2)
         bench.load_all()
-        assert bench.state.phase == Phase.FINAL_EVALUATION
+        assert bench.state.run.phase == Phase.FINAL_EVALUATION
     resumed(bench, total_steps=3)
-    assert bench.state.phase == Phase.RUNNING
+    assert bench.state.run.phase == Phase.RUNNING
     come_back(bench, test_step_replay.checkpoint(bench, 2))
     (publish,) = only(cmd.PublishWeights, test_step_replay.loaded(bench))[-1:]
     assert (publish.version, publish.step) == (export.version, 2)
@@ -187,7 +187,7 @@ def test_a_run_whose_steps_are_done_goes_on_with_more(exported: bool) -> None:
     done = bench.trained()
     bench.train()
     bench.write_ends()
-    assert (done.version, done.step_index, bench.state.steps_completed) == (
+    assert (done.version, done.step_index, bench.state.steps.completed) == (
         export.version + 1,
         2,
         3,
@@ -205,13 +205,13 @@ def stopped(bench: Bench) -> None:
 def stopped_at_once(bench: Bench) -> None:
     bench.own(ev.DrainRequested(reason="SIGINT", at_once=True))
     leave(bench)
-    assert bench.state.phase == Phase.ENDED and bench.state.exit_code == 130
+    assert bench.state.run.phase == Phase.ENDED and bench.state.run.exit_code == 130
 
 
 def leave(bench: Bench) -> None:
     """All that live, one of them without a word."""
-    assert bench.state.phase == Phase.STOPPING
-    for name in [a.name for a in bench.state.actors.values() if a.alive]:
+    assert bench.state.run.phase == Phase.STOPPING
+    for name in [a.name for a in bench.state.members.actors.values() if a.alive]:
         bench.silent(name) if name == "relay-0" else bench.say(name, ev.ActorLeft())
 
 
@@ -219,14 +219,18 @@ def leave(bench: Bench) -> None:
 def test_a_mistake_of_the_user_found_after_the_start_ends_a_run_that_resumes(name: str) -> None:
     bench = test_step_replay.run(2, in_training=True)
     test_step_replay.save(bench, 2)
-    before = set(bench.state.trajectories)
+    before = set(bench.state.work.trajectories)
     bench.say(name, ev.ActorFailed(reason="loss: f of l.py raised", user_error=True))
-    assert (bench.state.phase, bench.state.exit_code) == (Phase.STOPPING, 2)
+    assert (bench.state.run.phase, bench.state.run.exit_code) == (Phase.STOPPING, 2)
     leave(bench)
-    assert bench.state.failure == f"{name}: loss: f of l.py raised"
-    assert not resumption.is_run_over(bench.state) and set(bench.state.trajectories) == before
+    assert bench.state.run.failure == f"{name}: loss: f of l.py raised"
+    assert not resumption.is_run_over(bench.state) and set(bench.state.work.trajectories) == before
     resumed(bench, asked=True)
-    assert (bench.state.phase, bench.state.failure, bench.state.exit_code) == ("running", "", 0)
+    assert (bench.state.run.phase, bench.state.run.failure, bench.state.run.exit_code) == (
+        "running",
+        "",
+        0,
+    )
 
 
 def test_a_mistake_of_the_user_found_at_the_start_is_final() -> None:
@@ -236,7 +240,7 @@ def test_a_mistake_of_the_user_found_at_the_start_is_final() -> None:
     bench.say("store-0", ev.ActorFailed(reason="no such file", user_error=True))
     for name in (NODE, "store-0"):
         bench.say(name, ev.ActorLeft())
-    assert bench.state.exit_code == 2 and bench.state.phase == Phase.ENDED
+    assert bench.state.run.exit_code == 2 and bench.state.run.phase == Phase.ENDED
     assert resumption.is_run_over(bench.state)
 
 
@@ -244,16 +248,20 @@ def test_a_run_that_was_stopped_at_once_goes_on_where_it_was() -> None:
     """Nothing was dropped for it."""
     bench = test_step_replay.run(2, in_training=True)
     test_step_replay.save(bench, 2)
-    before = set(bench.state.trajectories)
+    before = set(bench.state.work.trajectories)
     stopped(bench)
-    assert not resumption.is_run_over(bench.state) and set(bench.state.trajectories) == before
+    assert not resumption.is_run_over(bench.state) and set(bench.state.work.trajectories) == before
     bench.own(ev.RunResumed(asked=False, total_steps=0, test_freq=0, save_freq=1))
-    assert bench.state.ignored["RunResumed: not-resumable"] == 1
+    assert bench.state.run.ignored["RunResumed: not-resumable"] == 1
     resumed(bench, asked=True)
-    assert (bench.state.phase, bench.state.failure, bench.state.exit_code) == ("running", "", 0)
+    assert (bench.state.run.phase, bench.state.run.failure, bench.state.run.exit_code) == (
+        "running",
+        "",
+        0,
+    )
     come_back(bench, test_step_replay.checkpoint(bench, 2))
     assert [o.step_index for o in only(cmd.TrainStep, test_step_replay.loaded(bench))] == [2]
-    assert set(bench.state.trajectories) == before
+    assert set(bench.state.work.trajectories) == before
 
 
 def test_a_run_that_was_stopped_while_it_exported_exports_again() -> None:
@@ -277,14 +285,14 @@ def test_a_run_that_ended_because_the_user_asked_goes_on() -> None:
     bench.say(TRAINER, ev.ModelExported(version=export.version, path="export"))
     bench.publish(export.version, 2)
     bench.stop()
-    cursor = bench.state.cursor
-    assert bench.state.phase == Phase.ENDED and bench.state.exit_code == 0
+    cursor = bench.state.data.cursor
+    assert bench.state.run.phase == Phase.ENDED and bench.state.run.exit_code == 0
     resumed(bench, asked=True)
     come_back(bench, test_step_replay.checkpoint(bench, 2))
     test_step_replay.loaded(bench)
     bench.publish(export.version, 2)
     bench.load_all()
-    assert bench.open_groups()[0] == f"0.{cursor}" and bench.state.cursor > cursor
+    assert bench.open_groups()[0] == f"0.{cursor}" and bench.state.data.cursor > cursor
     bench.complete(bench.open_groups()[0])
     assert bench.trained().step_index == 2 and bench.trained().version == export.version + 1
 
@@ -297,25 +305,30 @@ def ending(**changes: Any) -> Bench:
     (export,) = only(cmd.ExportModel, bench.commands)
     bench.say(TRAINER, ev.ModelExported(version=export.version, path="export"))
     bench.publish(export.version, 2)
-    assert bench.state.phase == Phase.ENDING and only(cmd.EndTrajectories, bench.commands)
+    assert bench.state.run.phase == Phase.ENDING and only(cmd.EndTrajectories, bench.commands)
     return bench
 
 
 def test_a_drained_run_that_was_stopped_while_its_last_ends_were_written_goes_on() -> None:
     """They are written then."""
     bench = ending()
-    left = set(bench.state.trajectories)
+    left = set(bench.state.work.trajectories)
     stopped_at_once(bench)
     assert (
-        not resumption.is_run_over(bench.state) and left == set(bench.state.trajectories) != set()
+        not resumption.is_run_over(bench.state)
+        and left == set(bench.state.work.trajectories) != set()
     )
     resumed(bench, asked=True)
-    assert (bench.state.phase, bench.state.failure, bench.state.exit_code) == ("running", "", 0)
+    assert (bench.state.run.phase, bench.state.run.failure, bench.state.run.exit_code) == (
+        "running",
+        "",
+        0,
+    )
     come_back(bench, test_step_replay.checkpoint(bench, 2))
     test_step_replay.loaded(bench)
     bench.write_ends()
-    assert not left & set(bench.state.trajectories)
-    bench.publish(bench.state.next_version - 1, 2)
+    assert not left & set(bench.state.work.trajectories)
+    bench.publish(bench.state.versions.next - 1, 2)
     bench.load_all()
     bench.complete(bench.open_groups()[0])
     assert bench.trained().step_index == 2
@@ -328,9 +341,9 @@ def test_a_run_that_has_failed_or_done_its_steps_is_over() -> None:
     bench.say(TRAINER, ev.ModelExported(version=export.version, path="export"))
     bench.publish(export.version, 1)
     bench.stop()
-    assert bench.state.phase == Phase.ENDED and resumption.is_run_over(bench.state)
+    assert bench.state.run.phase == Phase.ENDED and resumption.is_run_over(bench.state)
     resumed(bench, asked=True)
-    assert bench.state.phase == Phase.ENDED
+    assert bench.state.run.phase == Phase.ENDED
 
 
 def test_a_run_that_was_to_end_when_the_power_failed_ends_or_goes_on() -> None:
@@ -339,4 +352,4 @@ def test_a_run_that_was_to_end_when_the_power_failed_ends_or_goes_on() -> None:
         bench = test_step_replay.run(1, in_training=True)
         bench.own(ev.DrainRequested(reason="SIGTERM"))
         resumed(bench, asked=asked)
-        assert bench.state.draining != asked and bench.state.phase == Phase.RUNNING
+        assert bench.state.run.draining != asked and bench.state.run.phase == Phase.RUNNING

@@ -12,12 +12,12 @@ from tools.kit.bench import Bench, only
 
 
 def fall_silent(bench: Bench, node: str = "node-0") -> list[Command]:
-    incarnation = bench.state.actors[node].incarnation
+    incarnation = bench.state.members.actors[node].incarnation
     return bench.own(ev.NodeSilent(node=node, node_incarnation=incarnation, silent_ms=30_000))
 
 
 def speak_again(bench: Bench, node: str = "node-0") -> list[Command]:
-    incarnation = bench.state.actors[node].incarnation
+    incarnation = bench.state.members.actors[node].incarnation
     return bench.own(ev.NodeRecovered(node=node, node_incarnation=incarnation))
 
 
@@ -26,11 +26,15 @@ def test_silent_node_takes_nothing_with_it() -> None:
     bench = Bench(max_staleness=0)
     bench.start()
     assert fall_silent(bench) == []
-    assert all(actor.alive for actor in bench.state.actors.values())
+    assert all(actor.alive for actor in bench.state.members.actors.values())
     bench.complete("0.0", "0.1")
     bench.train()
     bench.load_all()
-    assert (bench.state.steps_completed, bench.replica().version, bench.state.failure) == (1, 1, "")
+    assert (bench.state.steps.completed, bench.replica().version, bench.state.run.failure) == (
+        1,
+        1,
+        "",
+    )
 
 
 @pytest.mark.parametrize("way", [silent, complains, leaves])
@@ -42,7 +46,7 @@ def test_who_is_lost_while_its_node_is_silent_is_waited_for(way: Way) -> None:
     fall_silent(bench, "node-1")
     way(bench, "rollout-1.0")
     bench.kill("rollout-0", restarting=False)
-    assert "rejoin:rollout-1.0" in bench.state.timers and not bench.state.failure
+    assert "rejoin:rollout-1.0" in bench.state.orders.timers and not bench.state.run.failure
     speak_again(bench, "node-1")
     bench.come_back("rollout-1.0")
     bench.load_all()
@@ -58,10 +62,11 @@ def test_last_replica_whose_node_stays_silent_ends_the_run_when_a_start_would_be
     fall_silent(bench)
     way(bench, "rollout-0")
     bench.wait(bench.settings.start_timeout_ms - 1)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     bench.wait(1)
-    assert bench.state.failure == (
-        "no replica is left: rollout-0 is lost, and node-0, which would restart it, is silent"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "rollout-0",
     )
 
 
@@ -77,10 +82,10 @@ def test_relay_of_the_trainer_whose_node_stays_silent_ends_the_run_when_a_start_
     way(bench, "relay-0")
     if not node_first:
         fall_silent(bench)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     bench.wait(bench.settings.start_timeout_ms)
-    assert bench.state.failure.startswith("the trainer's machine has no relay: relay-0 is lost")
-    assert "node-0, which would restart it, is silent" in bench.state.failure
+    assert bench.state.run.failure.startswith("the trainer's machine has no relay: relay-0 is lost")
+    assert "node-0, which would restart it, is silent" in bench.state.run.failure
 
 
 def test_node_that_is_heard_again_restarts_who_is_lost_then() -> None:
@@ -90,7 +95,7 @@ def test_node_that_is_heard_again_restarts_who_is_lost_then() -> None:
     assert speak_again(bench) == []
     commands = silent(bench, "rollout-0")
     assert [c.actor for c in only(cmd.RestartActor, commands)] == ["rollout-0"]
-    assert not bench.state.failure
+    assert not bench.state.run.failure
 
 
 def test_silence_of_another_incarnation_or_twice_changes_nothing() -> None:
@@ -98,12 +103,12 @@ def test_silence_of_another_incarnation_or_twice_changes_nothing() -> None:
     bench.start()
     speak_again(bench)
     bench.own(ev.NodeSilent(node="node-0", node_incarnation=77, silent_ms=30_000))
-    assert not bench.state.actors["node-0"].silent
+    assert not bench.state.members.actors["node-0"].silent
     fall_silent(bench)
     fall_silent(bench)
     bench.own(ev.NodeRecovered(node="node-0", node_incarnation=77))
-    assert bench.state.actors["node-0"].silent
-    assert bench.state.ignored == {
+    assert bench.state.members.actors["node-0"].silent
+    assert bench.state.run.ignored == {
         "NodeRecovered: repeat": 1, "NodeSilent: old-incarnation": 1, "NodeSilent: repeat": 1,
         "NodeRecovered: old-incarnation": 1,
     }  # fmt: skip
@@ -113,7 +118,7 @@ def only_node_1(bench: Bench) -> None:
     """The replica of the other machine is gone for good."""
     bench.start()
     bench.kill("rollout-0", restarting=False)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
 
 
 def test_new_process_of_a_node_takes_its_machine_over() -> None:
@@ -123,10 +128,10 @@ def test_new_process_of_a_node_takes_its_machine_over() -> None:
     only_node_1(bench)
     fall_silent(bench, "node-1")
     bench.join("node-1", "b")
-    assert not bench.state.failure and not bench.state.actors["node-1"].silent
-    assert not bench.state.is_actor_alive("rollout-1.0") and not bench.state.is_actor_alive(
-        "relay-1"
-    )
+    assert not bench.state.run.failure and not bench.state.members.actors["node-1"].silent
+    assert not bench.state.members.is_actor_alive(
+        "rollout-1.0"
+    ) and not bench.state.members.is_actor_alive("relay-1")
     for name in ("relay-1", "rollout-1.0"):
         bench.join(name, "b")
         bench.ready(name)
@@ -142,12 +147,12 @@ def test_machine_that_is_lost_in_parts_is_waited_for_no_longer_than_a_start_take
     only_node_1(bench)
     silent(bench, "rollout-1.0")
     silent(bench, "relay-1")
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     silent(bench, "node-1")
     bench.wait(bench.settings.start_timeout_ms - 1)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     bench.wait(1)
-    assert bench.state.failure == (
-        "no replica is left: rollout-1.0 is lost with its machine node-1, and no other node has "
-        "its place"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "rollout-1.0",
     )

@@ -10,7 +10,7 @@ from laminar.core.repack import migration
 from laminar.core.repack.stragglers import standing_of
 from laminar.core.scheduling.admission import find_not_admitted_reason
 from laminar.core.state.indexes import set_length
-from laminar.core.state.state import RepackState
+from laminar.core.state.migrations import RepackState
 from laminar.core.state.statuses import TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -41,7 +41,7 @@ class Tail(Bench):
         }
         super().__init__(**(values | changes))
         self.start()
-        for trajectory in list(self.state.trajectories):
+        for trajectory in list(self.state.work.trajectories):
             self.say(self.trajectory(trajectory).replica, self.begun(trajectory))
         self.complete("0.1", "0.5")
         for group in ("0.0", "0.2", "0.3", "0.4"):
@@ -74,7 +74,7 @@ class Tail(Bench):
         return packing if packing is not None else RepackState()
 
     def released(self, name: str = SOURCE) -> ev.TrajectoriesReleased:
-        outstanding = self.state.commands[f"release:{name}"]
+        outstanding = self.state.orders.commands[f"release:{name}"]
         return ev.TrajectoriesReleased(command_id=outstanding.command_id)
 
 
@@ -101,7 +101,7 @@ def test_what_is_released_goes_on_at_its_destination_and_the_source_pulls() -> N
     assert bench.pull_of(SOURCE) is None  # not before it has started elsewhere
     pulls = only(cmd.PullWeights, bench.say(DESTINATION, bench.begun(MOVED)))
     assert [(c.to, c.version) for c in pulls] == [(SOURCE, 1)]
-    assert bench.state.progress[TrajectoryId(MOVED)].migrations == 1
+    assert bench.state.repack.progress[TrajectoryId(MOVED)].migrations == 1
     bench.load(SOURCE)
     assert {t[:3] for t in bench.replica(SOURCE).running} == {"0.6", "0.7"}
 
@@ -112,7 +112,7 @@ def test_room_that_is_kept_is_taken() -> None:
     lost = only(cmd.GenerateTrajectory, bench.kill(OTHER))
     assert [c.to for c in lost] == [DESTINATION]
     assert bench.replica(DESTINATION).capacity == 4
-    assert not bench.state.lost_trajectories
+    assert not bench.state.work.lost
 
 
 def test_lost_work_does_not_go_to_a_replica_that_is_emptied() -> None:
@@ -133,7 +133,7 @@ def test_source_is_not_restarted_when_it_does_not_answer() -> None:
     assert [c.to for c in only(cmd.AbortTrajectories, commands)] == [SOURCE]
     assert not only(cmd.RestartActor, commands)
     assert not bench.say(SOURCE, late)
-    assert bench.state.ignored["TrajectoriesReleased: late"] == 1
+    assert bench.state.run.ignored["TrajectoriesReleased: late"] == 1
 
 
 def test_one_that_ends_at_the_source_stays_there() -> None:
@@ -141,7 +141,7 @@ def test_one_that_ends_at_the_source_stays_there() -> None:
     bench.finish(MOVED)
     assert not bench.replica(DESTINATION).incoming and not bench.replica(SOURCE).outgoing
     assert bench.pull_of(SOURCE) is not None
-    assert f"release:{SOURCE}" not in bench.state.commands
+    assert f"release:{SOURCE}" not in bench.state.orders.commands
 
 
 def test_what_is_dropped_on_its_way_is_waited_for_no_longer() -> None:
@@ -176,7 +176,7 @@ def test_source_that_dies_makes_lost_work() -> None:
     generated = only(cmd.GenerateTrajectory, bench.kill(SOURCE))
     assert [(c.trajectory_id, c.placement) for c in generated] == [(MOVED, 2)]
     assert not bench.replica(DESTINATION).incoming
-    assert not any(p.source for p in bench.state.progress.values())
+    assert not any(p.source for p in bench.state.repack.progress.values())
 
 
 def test_report_of_the_start_that_crosses_the_order_changes_nothing() -> None:
@@ -218,9 +218,9 @@ def test_policy_that_is_off_keeps_nothing() -> None:
     bench = Tail(
         repack_policy="", repack_interval_ms=0, repack_release_timeout_ms=0, repack_prefill_tokens=0
     )
-    assert not releases(bench.publish(1, 1)) and "repack" not in bench.state.timers
+    assert not releases(bench.publish(1, 1)) and "repack" not in bench.state.orders.timers
     assert bench.replica(SOURCE).repack is None
-    assert not bench.state.progress and not bench.state.finished
+    assert not bench.state.repack.progress and not bench.state.repack.finished
 
 
 def two_moving() -> Tail:
@@ -249,7 +249,7 @@ def test_what_ends_while_it_is_released_is_not_handed_over(forgotten: bool) -> N
         bench.write_ends()
     else:
         bench.finish("0.2.1")
-    assert (TrajectoryId("0.2.1") in bench.state.trajectories) is not forgotten
+    assert (TrajectoryId("0.2.1") in bench.state.work.trajectories) is not forgotten
     generated = only(cmd.GenerateTrajectory, bench.say("rollout-1", bench.released("rollout-1")))
     assert [c.trajectory_id for c in generated] == ["0.3.1"]
 
@@ -264,7 +264,7 @@ def test_source_that_is_gone_is_waited_for_by_nobody() -> None:
             bench.come_back(SOURCE)
         bench.say(DESTINATION, bench.begun(MOVED))
         assert bench.trajectory(MOVED).status == TrajectoryStatus.RUNNING
-        assert not bench.state.progress[TrajectoryId(MOVED)].source
+        assert not bench.state.repack.progress[TrajectoryId(MOVED)].source
 
 
 def test_without_a_finished_sibling_the_mean_of_all_is_expected() -> None:
@@ -272,10 +272,10 @@ def test_without_a_finished_sibling_the_mean_of_all_is_expected() -> None:
     state, source = bench.state, bench.replica(SOURCE)
     assert list(source.running) == [MOVED]
     set_length(state, bench.trajectory("0.0.0"), 0)
-    state.finished, state.finished_tokens = 4, 400
-    state.progress[TrajectoryId(MOVED)].sampled = 30
+    state.repack.finished, state.repack.finished_tokens = 4, 400
+    state.repack.progress[TrajectoryId(MOVED)].sampled = 30
     assert standing_of(state, source)[0].longest == 70
-    state.progress[TrajectoryId(MOVED)].sampled = 300
+    state.repack.progress[TrajectoryId(MOVED)].sampled = 300
     assert standing_of(state, source)[0].longest == 150
 
 
@@ -287,7 +287,7 @@ def test_a_look_empties_a_number_of_replicas(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_look_is_taken_when_the_run_drains() -> None:
     bench = moving()
-    assert "repack" in bench.state.timers
+    assert "repack" in bench.state.orders.timers
     bench.own(ev.DrainRequested(reason="SIGINT"))
     bench.wait(INTERVAL_MS)
-    assert "repack" not in bench.state.timers
+    assert "repack" not in bench.state.orders.timers

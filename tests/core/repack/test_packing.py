@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from laminar.core.repack.packing import PlannedMigration, plan_packing
-from laminar.core.state.straggler_load import StragglerLoad
+from laminar.core.state.migrations import StragglerLoad
 
 STATES = 500
 CAPACITY, BATCH = 1_000, 64

@@ -9,8 +9,8 @@ from laminar.core.repack.stragglers import (
     find_not_straggler_reason,
     find_stragglers,
 )
-from laminar.core.state.state import Evaluation
-from laminar.core.state.straggler_load import NotStragglerReason, StayReason
+from laminar.core.state.evaluations import Evaluation
+from laminar.core.state.migrations import NotStragglerReason, StayReason
 from laminar.names.ids import Purpose, TrajectoryId
 from tests.core.repack.test_migration import (
     DESTINATION,
@@ -35,9 +35,9 @@ def stay(bench: Tail, name: str = SOURCE) -> StayReason | None:
 def test_what_keeps_a_replica_out_of_its_tail() -> None:
     bench = Tail()
     assert not work(bench)  # by the staleness bound
-    bound, bench.state.deadlines = bench.state.deadlines, {}
+    bound, bench.state.work.deadlines = bench.state.work.deadlines, {}
     assert work(bench) == "admits"
-    bench.state.deadlines = bound
+    bench.state.work.deadlines = bound
     bench.publish(1, 1)
     replica = bench.replica(OTHER)
     assert not work(bench, OTHER)
@@ -62,16 +62,16 @@ def test_what_keeps_its_work_on_a_replica() -> None:
     assert stay(bench, DESTINATION) == "receives"
     state, other = bench.state, bench.replica(OTHER)
     assert not stay(bench, OTHER)
-    trajectory = state.trajectories[next(iter(other.running))]
+    trajectory = state.work.trajectories[next(iter(other.running))]
     trajectory.batch_timeouts = 1
     assert stay(bench, OTHER) == "batch-waits"
     trajectory.batch_timeouts, trajectory.deaths = 0, 1
     assert stay(bench, OTHER) == "caused-losses"
-    trajectory.deaths, state.progress[trajectory.id].migrations = 0, MIGRATIONS_MAX
+    trajectory.deaths, state.repack.progress[trajectory.id].migrations = 0, MIGRATIONS_MAX
     assert stay(bench, OTHER) == "migrated-often"
-    state.relays[other.relay].newest = 0
+    state.members.relays[other.relay].newest = 0
     assert stay(bench, OTHER) == "weights-not-here"
-    state.newest_version = 0
+    state.versions.newest = 0
     assert stay(bench, OTHER) == "no-newer-weights"
 
 
@@ -90,10 +90,12 @@ def test_what_has_not_begun_where_it_was_handed_to_stays() -> None:
 def test_held_out_answers_stay_and_an_evaluation_goes_first() -> None:
     bench = moving()
     state = bench.state
-    trajectory = state.trajectories[next(iter(bench.replica(OTHER).running))]
-    state.groups[trajectory.group].purpose = Purpose.EVAL
+    trajectory = state.work.trajectories[next(iter(bench.replica(OTHER).running))]
+    state.work.groups[trajectory.group].purpose = Purpose.EVAL
     assert stay(bench, OTHER) == "evaluation-sample"
-    state.evaluation = Evaluation(index=0, version=0, step=0, final=False, queue=[0], total=1)
+    state.evaluations.running = Evaluation(
+        index=0, version=0, step=0, final=False, queue=[0], total=1
+    )
     assert stay(bench, OTHER) == "evaluation"
 
 

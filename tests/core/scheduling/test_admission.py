@@ -81,8 +81,8 @@ def test_dropped_group_gives_its_place_back() -> None:
     trained = only(cmd.TrainStep, bench.complete("0.2"))
     assert {t.rpartition(".")[0] for t in trained[0].trajectories} == {"0.1", "0.2"}
     bench.write_ends()
-    assert bench.state.ledger.groups.dropped == {"too-few-scored": 1}
-    assert bench.state.ledger.trajectories.dropped == {"unscored": 2}
+    assert bench.state.work.ledger.groups.dropped == {"too-few-scored": 1}
+    assert bench.state.work.ledger.trajectories.dropped == {"unscored": 2}
 
 
 def shared_out(policy: str) -> Bench:

@@ -46,7 +46,7 @@ def test_the_label_is_that_of_the_weights_that_the_replica_has_loaded() -> None:
         bench.complete(*bench.open_groups())
         bench.train()
         commands = bench.load_all()
-    assert bench.state.staleness_max == 0
+    assert bench.state.steps.staleness_max == 0
 
 
 def test_staleness_is_counted_from_the_step_that_made_the_weights() -> None:
@@ -56,4 +56,7 @@ def test_staleness_is_counted_from_the_step_that_made_the_weights() -> None:
     bench.complete(*bench.open_groups()[:2])
     bench.train()
     bench.train()
-    assert (bench.state.staleness_sum, bench.state.staleness_max) == (2, 1)  # of two siblings
+    assert (bench.state.steps.staleness_sum, bench.state.steps.staleness_max) == (
+        2,
+        1,
+    )  # of two siblings

@@ -14,7 +14,7 @@ def asked(commands: list[cmd.Command]) -> list[cmd.GenerateTrajectory]:
 def answer_all(bench: Bench, score: float = 1.0) -> list[cmd.Command]:
     """Every held-out answer that is under way is finished and scored."""
     commands: list[cmd.Command] = []
-    for trajectory in list(bench.state.trajectories.values()):
+    for trajectory in list(bench.state.work.trajectories.values()):
         in_engine = trajectory.status in ("dispatched", "running")
         if in_engine and bench.group(trajectory.group).purpose == "eval":
             commands += bench.finish(trajectory.id)
@@ -44,10 +44,10 @@ def test_first_evaluation_is_of_the_base_model_and_comes_first() -> None:
     assert [c.version for c in only(cmd.PinVersion, commands)] == [0]
     ended = answer_all(bench, score=1.0)
     assert [c.version for c in only(cmd.PinVersion, ended)] == [-1]
-    result = bench.state.evaluations[0]
+    result = bench.state.evaluations.results[0]
     assert (result.step, result.total, result.correct, result.final) == (0, 3, 3, False)
     bench.write_ends()
-    assert bench.state.ledger.trajectories.evaluated == 3
+    assert bench.state.work.ledger.trajectories.evaluated == 3
 
 
 def test_evaluation_every_test_freq_steps() -> None:
@@ -60,17 +60,17 @@ def test_evaluation_every_test_freq_steps() -> None:
         commands += bench.train()
         commands += bench.load_all()
         answer_all(bench)
-    assert [(r.step, r.version) for r in bench.state.evaluations] == [(2, 2)]
+    assert [(r.step, r.version) for r in bench.state.evaluations.results] == [(2, 2)]
     bench.say("trainer-0", ev.ModelExported(version=5, path="export"))
     bench.publish(5, 4)
     final = asked(bench.load_all())
     assert {c.version for c in final} == {5}
     answer_all(bench, score=0.0)
-    assert [(r.step, r.final, r.correct) for r in bench.state.evaluations] == [
+    assert [(r.step, r.final, r.correct) for r in bench.state.evaluations.results] == [
         (2, False, 3), (4, True, 0),
     ]  # fmt: skip
     bench.stop()
-    assert bench.state.phase == "ended" and bench.state.exit_code == 0
+    assert bench.state.run.phase == "ended" and bench.state.run.exit_code == 0
 
 
 def test_skipped_version_is_evaluated_with_the_next_published() -> None:
@@ -101,9 +101,9 @@ def test_lost_answers_run_again_on_the_same_version() -> None:
     again = asked(bench.load_all())
     assert [(c.group, c.row_index) for c in again] == [("e0.1-2", 1), ("e0.2-2", 2)]
     answer_all(bench)
-    assert bench.state.evaluations[0].correct == 3
+    assert bench.state.evaluations.results[0].correct == 3
     bench.write_ends()
-    assert bench.state.ledger.groups.dropped == {"replica-lost": 2}
+    assert bench.state.work.ledger.groups.dropped == {"replica-lost": 2}
 
 
 def test_evaluation_of_the_newest_version_stays_until_the_chain_brings_it() -> None:
@@ -114,12 +114,12 @@ def test_evaluation_of_the_newest_version_stays_until_the_chain_brings_it() -> N
     bench.complete(*bench.open_groups())
     bench.train()
     bench.load_all()
-    assert bench.state.evaluation.version == 1
+    assert bench.state.evaluations.running.version == 1
     bench.complete(*bench.open_groups())
     bench.finish("e0.0.0")
     bench.reward("e0.0.0")
     bench.kill("rollout-0")
-    assert (bench.state.evaluation.version, bench.state.evaluation.done) == (1, 1)
+    assert (bench.state.evaluations.running.version, bench.state.evaluations.running.done) == (1, 1)
     bench.receive("relay-1", 1)
     again = asked(bench.load("rollout-1.0"))
     assert [(c.group, c.version) for c in again] == [("e0.1-2", 1), ("e0.2-2", 1)]
@@ -134,7 +134,7 @@ def test_due_evaluation_waits_for_the_one_before() -> None:
     commands += bench.train()
     commands += bench.load_all()
     assert {c.version for c in asked(commands)} == {0}
-    assert bench.state.evaluation_due == 1
+    assert bench.state.evaluations.due == 1
     assert {c.version for c in asked(answer_all(bench) + bench.load_all())} == {1}
 
 
@@ -151,9 +151,9 @@ def test_open_answers_are_given_up_with_their_version() -> None:
     assert [(c.version, c.exact) for c in only(cmd.PullWeights, commands)] == [(1, False)]
     assert {(c.version, c.row_index) for c in asked(bench.load_all())} == {(1, 0), (1, 1)}
     answer_all(bench)
-    assert [(r.version, r.total, r.correct) for r in bench.state.evaluations] == [(1, 2, 2)]
+    assert [(r.version, r.total, r.correct) for r in bench.state.evaluations.results] == [(1, 2, 2)]
     bench.write_ends()
-    dropped = bench.state.ledger.groups.dropped
+    dropped = bench.state.work.ledger.groups.dropped
     assert (dropped["version-missing"], dropped["replica-lost"]) == (1, 1)
 
 
@@ -167,9 +167,9 @@ def test_evaluation_moves_on_when_the_relay_comes_back_without_its_version() -> 
     bench.kill()
     bench.come_back()
     bench.come_back("relay-0")
-    assert bench.state.evaluation is not None
+    assert bench.state.evaluations.running is not None
     assert [p.version for p in only(cmd.PinVersion, bench.publish(1, 1, held=(1,)))][-1:] == [-1]
-    assert bench.state.evaluation_due == 1
+    assert bench.state.evaluations.due == 1
 
 
 def test_run_that_is_ending_begins_no_evaluation() -> None:
@@ -180,11 +180,11 @@ def test_run_that_is_ending_begins_no_evaluation() -> None:
     bench.complete("0.0")
     bench.train(publish=False)
     bench.say("trainer-0", ev.ActorFailed(reason="out of memory", user_error=False))
-    assert bench.state.phase == "ending"
+    assert bench.state.run.phase == "ending"
     bench.publish(1, 1)
     assert bench.pull_of("rollout-0") is not None
     assert asked(bench.load("rollout-0")) == []
     bench.write_ends()
     bench.stop()
-    assert bench.state.phase == "ended"
-    assert bench.state.ledger.groups.live == 0
+    assert bench.state.run.phase == "ended"
+    assert bench.state.work.ledger.groups.live == 0

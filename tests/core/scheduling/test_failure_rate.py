@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from laminar.core.state.state import RewardErrors
+from laminar.core.state.signals import RewardErrors
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tools.kit.bench import Bench, only
@@ -30,7 +30,7 @@ class Scores:
         while True:
             group = self.bench.open_groups()[0]
             for member in list(self.bench.group(group).members):
-                if member in self.bench.state.trajectories:
+                if member in self.bench.state.work.trajectories:
                     yield member
 
     def give(self, word: str, purpose: str = "train") -> list[cmd.Command]:
@@ -43,7 +43,7 @@ class Scores:
             commands = bench.reward(answer, 0.0, reason, detail)
         else:
             commands = bench.fail(answer, FAILED[word])
-        if bench.state.batch is not None and not bench.state.draining:
+        if bench.state.steps.batch is not None and not bench.state.run.draining:
             bench.train()
             bench.load_all()
         bench.write_ends()
@@ -56,11 +56,11 @@ class Scores:
 
     @property
     def ending(self) -> bool:
-        return self.bench.state.draining
+        return self.bench.state.run.draining
 
     @property
     def found(self) -> RewardErrors:
-        rewards = self.bench.state.rewards
+        rewards = self.bench.state.signals.rewards
         assert rewards is not None
         return rewards
 
@@ -70,7 +70,7 @@ def test_a_reward_that_always_fails_ends_the_run_after_one_batch() -> None:
     scores = Scores()
     scores.all("e" * BATCH)
     assert scores.ending
-    assert scores.bench.state.drained_for == (
+    assert scores.bench.state.run.drain_failure.detail == (
         "the reward failed on 4 of the last 4 training responses, more than "
         "reward.max_error_share = 0.5; the first failure: KeyError: 'x' (reward.py:4)"
     )
@@ -82,23 +82,27 @@ def test_the_run_ends_as_after_ctrl_c_and_has_failed() -> None:
     bench = scores.bench
     first, second, *others = bench.open_groups()
     bench.complete(first, second)
-    assert bench.state.batch is not None
+    assert bench.state.steps.batch is not None
     for member in [m for group in others[:3] for m in bench.group(group).members][:5]:
         bench.finish(member)
         bench.reward(member, 0.0, "error", RAISED)
-    assert scores.ending and bench.state.batch is not None
+    assert scores.ending and bench.state.steps.batch is not None
     commands = bench.train()
     assert only(cmd.ExportModel, commands) and not only(cmd.GenerateTrajectory, commands)
     bench.write_ends()
-    assert bench.state.ledger.groups.trained == 2
-    version = bench.state.export_version
+    assert bench.state.work.ledger.groups.trained == 2
+    version = bench.state.versions.export
     bench.say("trainer-0", ev.ModelExported(version=version, path="export"))
     bench.publish(version, 1)
     bench.stop()
     state = bench.state
-    assert (state.phase, state.exit_code, state.export_path) == ("ended", 1, "export")
-    assert RAISED in state.failure
-    assert state.ledger.tokens.live == 0
+    assert (state.run.phase, state.run.exit_code, state.versions.export_path) == (
+        "ended",
+        1,
+        "export",
+    )
+    assert RAISED in state.run.failure
+    assert state.work.ledger.tokens.live == 0
 
 
 def test_a_process_lost_while_it_ends_does_not_hide_the_reason() -> None:
@@ -106,9 +110,9 @@ def test_a_process_lost_while_it_ends_does_not_hide_the_reason() -> None:
     scores = Scores()
     scores.all("e" * BATCH)
     scores.bench.kill("trainer-0", restarting=False)
-    assert "the reward failed" in scores.bench.state.failure
+    assert "the reward failed" in scores.bench.state.run.failure
     scores.bench.stop()
-    assert (scores.bench.state.phase, scores.bench.state.exit_code) == ("ended", 1)
+    assert (scores.bench.state.run.phase, scores.bench.state.run.exit_code) == ("ended", 1)
 
 
 def test_a_reward_that_breaks_late_ends_the_run_within_the_window() -> None:
@@ -117,7 +121,7 @@ def test_a_reward_that_breaks_late_ends_the_run_within_the_window() -> None:
     scores.all("o" * 200 + "e" * (WINDOW // 2))
     scores.all("e")
     assert scores.ending
-    assert f"{WINDOW // 2 + 1} of the last {WINDOW} " in scores.bench.state.drained_for
+    assert f"{WINDOW // 2 + 1} of the last {WINDOW} " in scores.bench.state.run.drain_failure.detail
 
 
 def test_the_ring_counts_what_a_list_of_all_attempts_counts() -> None:
@@ -143,7 +147,7 @@ def test_a_lost_worker_is_a_failure_and_not_applicable_is_no_attempt() -> None:
     scores.all("l")
     assert scores.ending
     assert scores.found.errors == {"worker-lost": 4} and scores.found.answers == 4
-    assert scores.bench.state.ledger.trajectories.dropped["unscored"] == 3
+    assert scores.bench.state.work.ledger.trajectories.dropped["unscored"] == 3
 
 
 def test_a_function_that_applies_to_nothing_ends_the_run() -> None:
@@ -152,7 +156,7 @@ def test_a_function_that_applies_to_nothing_ends_the_run() -> None:
     scores.all("n" * (WINDOW - 1) + "o" + "n" * (WINDOW - 1))
     scores.all("n")
     assert scores.ending
-    assert f"no score for any of the last {WINDOW} training" in scores.bench.state.drained_for
+    assert scores.bench.state.run.drain_failure.kind == "no-scores"
     assert scores.found.errors == {}
 
 
@@ -194,4 +198,4 @@ def test_an_environment_that_fails_on_a_fifth_of_its_calls_ends_the_run() -> Non
     assert not scores.ending
     scores.all("ff")  # eight of the 48 calls before
     assert scores.ending
-    assert scores.bench.state.drained_for.startswith("the environment failed on 10 of its last 50")
+    assert scores.bench.state.run.drain_failure.kind == "env-fails"

@@ -55,8 +55,8 @@ class Loaded(Bench):
 
     def show_newer(self, number: int = 0) -> None:
         """Let only the relay of this replica have a newer version."""
-        relay = self.state.relays[self.relays[number]]
-        relay.newest = self.state.newest_version = 1
+        relay = self.state.members.relays[self.relays[number]]
+        relay.newest = self.state.versions.newest = 1
         relay.held.append(1)
         update_replica(self.state, self.by_number[number])
 
@@ -134,6 +134,6 @@ def test_one_without_sessions_is_passed_over(touched: tuple[int, ...]) -> None:
 
 def test_unfinished_prompts_of_a_fork_come_first() -> None:
     forked = Loaded(0, new=3)
-    forked.state.unfinished_prompts = {GroupId("0.2"): 7, GroupId("0.1"): 5}
+    forked.state.data.unfinished_prompts = {GroupId("0.2"): 7, GroupId("0.1"): 5}
     forked.place((0,))
     assert [c.row_index for c in forked.sent[:4:2]] == [7, 5]

@@ -29,11 +29,11 @@ def test_a_group_of_equal_scores_is_dropped_and_another_prompt_takes_its_place()
     """All four slots are taken, and no step is made: the third prompt has the deadline and the slot
     of the first one, within a bound of no staleness at all."""
     bench = begun()
-    assert bench.state.deadlines == {0: 2}
+    assert bench.state.work.deadlines == {0: 2}
     assert begins(bench.complete("0.0", scores=FLAT)) == {"0.2"}
-    assert bench.state.deadlines == {0: 2}
+    assert bench.state.work.deadlines == {0: 2}
     bench.write_ends()
-    ledger = bench.state.ledger
+    ledger = bench.state.work.ledger
     assert ledger.groups.dropped == {"no-variance": 1}
     assert ledger.trajectories.dropped == {"no-variance": 2}
     assert ledger.tokens.dropped == {"no-variance": 20}
@@ -79,8 +79,8 @@ def test_only_answers_with_a_score_are_compared() -> None:
     bench.reward("0.0.1", 0.5)
     bench.fail("0.0.2")
     bench.write_ends()
-    assert bench.state.ledger.groups.dropped == {"no-variance": 1}
-    assert bench.state.ledger.trajectories.dropped == {"no-variance": 2, "unscored": 1}
+    assert bench.state.work.ledger.groups.dropped == {"no-variance": 1}
+    assert bench.state.work.ledger.trajectories.dropped == {"no-variance": 2, "unscored": 1}
 
 
 def test_a_single_answer_is_compared_with_nothing() -> None:
@@ -93,7 +93,7 @@ def test_held_out_answers_are_not_filtered() -> None:
     bench = begun(num_eval=1, eval_answers=2, test_freq=1, val_before_train=True, capacity=8)
     bench.complete("e0.0", "e0.1", scores=FLAT)
     bench.write_ends()
-    assert bench.state.ledger.groups.evaluated == 2
+    assert bench.state.work.ledger.groups.evaluated == 2
 
 
 # --- too many in a row ----------------------------------------------------------------------------
@@ -103,18 +103,16 @@ def test_so_many_in_a_row_end_the_run_with_a_sentence() -> None:
     bench = begun(filter_batches=2)
     for group in ("0.0", "0.1", "0.2"):
         bench.complete(group, scores=FLAT)
-    assert not bench.state.draining
+    assert not bench.state.run.draining
     commands = bench.complete("0.3", scores=(0.0, 0.0))
     assert not begins(commands)
-    assert bench.state.drained_for == (
+    assert bench.state.run.drain_failure.sentence == (
         "no two responses differ in any of the last 4 groups, 3 of them all correct, by "
         "algorithm.filter_groups.metric = score "
         "(algorithm.filter_groups.max_num_gen_batches = 2 batches): give prompts that are neither "
         "too easy nor too hard, or set algorithm.filter_groups.enable = false"
     )
-    failing = bench.state.drain_failure
-    assert failing is not None
-    assert (failing.kind, failing.subject) == (FailureKind.NO_VARIANCE, "data")
+    assert bench.state.run.drain_failure.kind == FailureKind.NO_VARIANCE
 
 
 def test_one_that_is_kept_begins_the_row_again() -> None:
@@ -122,19 +120,19 @@ def test_one_that_is_kept_begins_the_row_again() -> None:
     bench.complete("0.0", scores=FLAT)
     bench.complete("0.1", scores=MIXED)
     bench.complete("0.2", scores=FLAT)
-    assert not bench.state.draining
+    assert not bench.state.run.draining
     bench.complete("0.3", scores=FLAT)
-    assert bench.state.draining
+    assert bench.state.run.draining
 
 
 def test_without_a_limit_the_end_of_the_data_ends_it() -> None:
     """Nothing was trained: that is no success."""
     bench = begun(total_steps=0, num_train=5)
     for group in range(5):
-        assert not bench.state.draining
+        assert not bench.state.run.draining
         bench.complete(f"0.{group}", scores=FLAT)
-    assert "(the data has ended, and nothing was trained)" in bench.state.drained_for
-    assert "the last 5 groups, 5 of them all correct" in bench.state.drained_for
+    assert "(the data has ended, and nothing was trained)" in bench.state.run.drain_failure.sentence
+    assert "the last 5 groups, 5 of them all correct" in bench.state.run.drain_failure.sentence
 
 
 def test_flat_groups_after_a_step_end_no_run() -> None:
@@ -142,4 +140,4 @@ def test_flat_groups_after_a_step_end_no_run() -> None:
     bench.complete("0.0", "0.1")
     bench.train()
     bench.complete("0.2", scores=FLAT)
-    assert (bench.state.phase, bench.state.drain_failure) == ("exporting", None)
+    assert (bench.state.run.phase, bench.state.run.drain_failure) == ("exporting", None)

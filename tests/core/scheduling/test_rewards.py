@@ -39,7 +39,7 @@ def test_each_sibling_is_scored_when_it_is_complete() -> None:
 def test_a_turn_is_scored_where_its_session_is() -> None:
     """Another one was sampling it last."""
     bench = begun(replicas=2)
-    bench.state.sessions[TrajectoryId("0.0.0")] = "rollout-1"
+    bench.state.work.sessions[TrajectoryId("0.0.0")] = "rollout-1"
     (order,) = only(cmd.ScoreTrajectories, bench.finish("0.0.0"))
     assert order.to == "rollout-1"
     bench.kill("rollout-1")
@@ -87,8 +87,8 @@ def test_unscored_sibling_is_dropped_never_zero() -> None:
     bench.reward("0.0.1")
     assert only(cmd.TrainStep, bench.reward("0.0.2", 0.0))[0].trajectories == ("0.0.1", "0.0.2")
     bench.write_ends()
-    assert bench.state.ledger.trajectories.dropped == {"reward-worker-lost": 1}
-    assert bench.state.ledger.tokens.dropped == {"reward-worker-lost": 10}
+    assert bench.state.work.ledger.trajectories.dropped == {"reward-worker-lost": 1}
+    assert bench.state.work.ledger.tokens.dropped == {"reward-worker-lost": 10}
 
 
 def test_group_with_too_few_rewards_is_dropped_whole() -> None:
@@ -100,8 +100,8 @@ def test_group_with_too_few_rewards_is_dropped_whole() -> None:
     bench.fail("0.0.1")
     bench.fail("0.0.2")
     bench.write_ends()
-    assert bench.state.ledger.groups.dropped == {"too-few-scored": 1}
-    assert bench.state.ledger.tokens.dropped == {"unscored": 20, "too-few-scored": 10}
+    assert bench.state.work.ledger.groups.dropped == {"too-few-scored": 1}
+    assert bench.state.work.ledger.tokens.dropped == {"unscored": 20, "too-few-scored": 10}
 
 
 def test_what_the_trainer_leaves_out_is_dropped_and_its_siblings_are_trained() -> None:
@@ -110,7 +110,7 @@ def test_what_the_trainer_leaves_out_is_dropped_and_its_siblings_are_trained() -
     bench.complete("0.0")
     bench.train(left_out=["0.0.1"])
     bench.write_ends()
-    ledger = bench.state.ledger
+    ledger = bench.state.work.ledger
     assert (ledger.trajectories.trained, ledger.trajectories.dropped) == (2, {"mismatch": 1})
     assert (ledger.groups.trained, ledger.groups.dropped) == (1, {})
     assert (ledger.tokens.trained, ledger.tokens.dropped) == (20, {"mismatch": 10})
@@ -122,9 +122,13 @@ def test_a_group_that_is_left_out_whole_is_dropped_and_its_step_counts() -> None
     bench.train(left_out=["0.0.0", "0.0.1", "0.0.2", "of no batch"])
     bench.write_ends()
     state = bench.state
-    assert (state.steps_completed, state.staleness_sum, state.ledger.groups.trained) == (1, 0, 0)
-    assert state.ledger.groups.dropped == {"mismatch": 1}
-    assert state.ledger.trajectories.dropped == {"mismatch": 3}
+    assert (state.steps.completed, state.steps.staleness_sum, state.work.ledger.groups.trained) == (
+        1,
+        0,
+        0,
+    )
+    assert state.work.ledger.groups.dropped == {"mismatch": 1}
+    assert state.work.ledger.trajectories.dropped == {"mismatch": 3}
 
 
 def test_sibling_that_fails_while_it_generates_frees_its_place() -> None:
@@ -142,14 +146,14 @@ def test_tokens_of_earlier_attempts_are_dropped_as_restarted() -> None:
     bench = begun()
     bench.complete("0.0")
     bench.train()
-    outstanding = next(o for k, o in bench.state.commands.items() if k.startswith("end:"))
+    outstanding = next(o for k, o in bench.state.orders.commands.items() if k.startswith("end:"))
     assert isinstance(outstanding.command, cmd.EndTrajectories)
     rows = tuple(
         ev.EndedTrajectory(trajectory_id=e.trajectory_id, num_tokens=10, tokens_lost=7)
         for e in outstanding.command.endings
     )
     bench.say("store-0", ev.TrajectoriesEnded(command_id=outstanding.command_id, ended=rows))
-    tokens = bench.state.ledger.tokens
+    tokens = bench.state.work.ledger.tokens
     assert (tokens.issued, tokens.trained, tokens.dropped) == (51, 30, {"restarted": 21})
 
 

@@ -41,7 +41,7 @@ def answer(bench: Bench, group: str, score: float, num_tokens: int = 10, **facts
 
 
 def done(bench: Bench) -> EvaluationResult:
-    (result,) = bench.state.evaluations
+    (result,) = bench.state.evaluations.results
     return result
 
 

@@ -78,12 +78,12 @@ def test_it_loads_its_checkpoint_before_it_publishes_under_the_same_numbers() ->
     assert (publish.version, publish.step) == (VERSION, STEP)
     bench.ready("rollout-0")
     bench.publish(VERSION, STEP)
-    assert bench.state.phase == "running"
+    assert bench.state.run.phase == "running"
     bench.load("rollout-0")
     train(bench)
     (order,) = only(cmd.TrainStep, bench.commands)
     assert (order.step_index, order.version) == (STEP, VERSION + 1)
-    assert (bench.state.steps_completed, bench.state.newest_step) == (STEP + 1, STEP + 1)
+    assert (bench.state.steps.completed, bench.state.versions.newest_step) == (STEP + 1, STEP + 1)
 
 
 def test_prompts_without_an_end_go_first_and_those_with_one_are_not_sampled_again() -> None:
@@ -104,13 +104,13 @@ def test_the_pass_that_it_is_in_keeps_its_order_where_that_is_not_shuffled() -> 
     bench = fork(of={"shuffle": False, "unfinished": ()}, total_epochs=1)
     train_all(bench)
     assert dispatched(bench) == {f"0.{at}": at for at in range(30, 40)}
-    assert bench.state.phase == "exporting"
+    assert bench.state.run.phase == "exporting"
 
 
 @pytest.mark.parametrize("other", [{"data": "e"}, {"num_train": 41}])
 def test_other_data_are_begun_with_their_first_pass(other: dict[str, Any]) -> None:
     bench = fork(of=other, total_epochs=1)
-    assert bench.state.origin is not None and not bench.state.origin.data
+    assert bench.state.data.origin is not None and not bench.state.data.origin.data
     train_all(bench)
     found = dispatched(bench)
     assert sorted(found.values()) == list(range(40))
@@ -120,7 +120,7 @@ def test_other_data_are_begun_with_their_first_pass(other: dict[str, Any]) -> No
 def test_steps_count_on_up_to_the_total() -> None:
     bench = fork(total_steps=STEP + 2)
     train_all(bench)
-    assert bench.state.steps_completed == STEP + 2 and bench.state.phase == "exporting"
+    assert bench.state.steps.completed == STEP + 2 and bench.state.run.phase == "exporting"
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_it_is_evaluated_at_its_beginning_when_that_is_asked_for(
     """And not because the other run had passed a step at which one is due."""
     bench = fork(val_before_train=before, test_freq=3, num_eval=1)
     for _ in range(2):
-        for name in [g for g in bench.state.groups if g.startswith("e")]:
+        for name in [g for g in bench.state.work.groups if g.startswith("e")]:
             bench.complete(name)
             bench.write_ends()
         train(bench)
-    assert [e.version for e in bench.state.evaluations] + (
-        [bench.state.evaluation.version] if bench.state.evaluation else []
+    assert [e.version for e in bench.state.evaluations.results] + (
+        [bench.state.evaluations.running.version] if bench.state.evaluations.running else []
     ) == expected
 
 
@@ -180,14 +180,14 @@ def test_without_its_checkpoint_it_does_not_begin_with_the_model(step: int, save
     bench = fork(started=False, of={"step": step}, save_freq=save_freq)
     bench.join("trainer-0")
     bench.say("trainer-0", ev.TrainerReady(num_parameters=1, weights_bytes=4))
-    assert "no checkpoint that the log confirms" in bench.state.failure
+    assert "no checkpoint that the log confirms" in bench.state.run.failure
 
 
 def test_without_checkpoints_of_its_own_it_begins_and_ends_with_its_trainer() -> None:
     bench = fork(save_freq=0)
     train(bench)
     bench.kill("trainer-0")
-    assert "trainer-0 is lost" in bench.state.failure
+    assert "trainer-0 is lost" in bench.state.run.failure
 
 
 def test_a_trainer_that_is_lost_while_it_loads_is_told_again() -> None:
@@ -205,13 +205,13 @@ def test_a_trainer_that_is_lost_while_it_loads_is_told_again() -> None:
 def test_versions_that_are_steps_need_no_table() -> None:
     bench = fork(of={"version": STEP})
     train(bench)
-    assert bench.state.version_steps == {} and bench.state.newest_version == STEP + 1
+    assert bench.state.versions.first_steps == {} and bench.state.versions.newest == STEP + 1
 
 
 def test_the_state_of_a_fork_goes_through_a_snapshot() -> None:
     bench = fork()
     decoded = states.decode(states.encode(bench.state))
-    assert decoded == bench.state and StateMachine(decoded).state.first_step == STEP
+    assert decoded == bench.state and StateMachine(decoded).state.data.first_step == STEP
 
 
 def test_prompts_that_begin_anew_keep_their_order_in_the_log() -> None:

@@ -10,7 +10,8 @@ import pytest
 from laminar.core import invariants
 from laminar.core.state import indexes
 from laminar.core.state.indexes import STALE_TIMERS_MAX, indexes_of
-from laminar.core.state.state import OutstandingCommand, State, hash_state
+from laminar.core.state.keys import OutstandingCommand
+from laminar.core.state.state import State, hash_state
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from tools.kit.bench import Bench
@@ -58,7 +59,7 @@ def test_cleared_timers_do_not_pile_up() -> None:
     state = state_with_timers(kept=1)
     for due_ns in range(10 * STALE_TIMERS_MAX):
         indexes.set_timer(state, "moved", due_ns)
-        assert len(indexes_of(state).timers) <= 2 * len(state.timers) + STALE_TIMERS_MAX
+        assert len(indexes_of(state).timers) <= 2 * len(state.orders.timers) + STALE_TIMERS_MAX
     assert indexes.due_timers(state, 10 * STALE_TIMERS_MAX) == ["kept", "moved"]
 
 
@@ -76,7 +77,7 @@ def test_lookup_is_no_part_of_the_state_and_can_be_made_again_at_any_time(seed: 
     """As after a snapshot: what is decoded has none, and the next event must find a true one."""
     world = random_world(seed)
     world.begin()
-    while world.state.phase != Phase.ENDED:
+    while world.state.run.phase != Phase.ENDED:
         world.step()
         restored = msgspec.msgpack.decode(msgspec.msgpack.encode(world.state), type=State)
         assert hash_state(restored) == hash_state(world.state)
@@ -88,6 +89,6 @@ def test_who_is_not_lost_has_no_wait_that_ends() -> None:
     bench = Bench()
     bench.start()
     before = hash_state(bench.state)
-    indexes.end_version_wait(bench.state, next(iter(bench.state.trajectories)))
+    indexes.end_version_wait(bench.state, next(iter(bench.state.work.trajectories)))
     assert hash_state(bench.state) == before
     invariants.check_invariants(bench.state)

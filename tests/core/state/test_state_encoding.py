@@ -14,17 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from laminar.core.state.state import (
-    ActorState,
-    Group,
-    Replica,
-    State,
-    Trajectory,
-    decode,
-    encode,
-    hash_state,
-)
-from laminar.events.base import Settings
+from laminar.core.state.members import ActorState, Replica
+from laminar.core.state.state import State, decode, encode, hash_state
+from laminar.core.state.work import Group, Trajectory
 from tools.kit.world_parts import settings
 
 WRITTEN_ONCE = (None, False, True, "", ())
@@ -99,9 +91,11 @@ def test_equal_values_have_one_encoding() -> None:
 
 def test_what_is_read_back_has_the_same_encoding() -> None:
     state = State(settings=settings(), logic=1)
-    state.trajectories["0.1.2"] = Trajectory(id="0.1.2", group="0.1", sibling=2, status="opened")
-    state.trajectories["0.1.2"].status = "".join(["dispatch", "ed"])
-    state.phase = "".join(["start", "ing"])
+    state.work.trajectories["0.1.2"] = Trajectory(
+        id="0.1.2", group="0.1", sibling=2, status="opened"
+    )
+    state.work.trajectories["0.1.2"].status = "".join(["dispatch", "ed"])
+    state.run.phase = "".join(["start", "ing"])
     restored = decode(encode(state))
     assert restored == state
     assert encode(restored) == encode(state)
@@ -113,14 +107,9 @@ def test_a_field_that_is_added_later_changes_no_encoding() -> None:
         mood: int = -1
         moods: dict[str, int] = msgspec.field(default_factory=dict)
 
-    class LaterSettings(Settings, frozen=True, kw_only=True):
-        careful: bool = False
-
     actor = {"name": "n", "role": "r", "node": "n", "pid": 1, "boot_id": "b", "incarnation": 1}
-    plain = msgspec.structs.asdict(settings())
     assert msgspec.msgpack.encode(LaterActor(**actor)) == msgspec.msgpack.encode(
         ActorState(**actor)
     )
-    assert msgspec.msgpack.encode(LaterSettings(**plain)) == msgspec.msgpack.encode(settings())
     used = LaterActor(**actor, mood=3)
     assert msgspec.msgpack.encode(used) != msgspec.msgpack.encode(ActorState(**actor))

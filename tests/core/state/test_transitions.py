@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from laminar.core.state import transitions
-from laminar.core.state.state import ActorState, Group, State
+from laminar.core.state.members import ActorState
+from laminar.core.state.state import State
 from laminar.core.state.transitions import (
     ACTOR,
     GROUP,
@@ -18,6 +19,7 @@ from laminar.core.state.transitions import (
     move_group,
     move_run,
 )
+from laminar.core.state.work import Group
 from laminar.events.base import Command, Event
 from tools.kit.bench import Bench
 from tools.kit.random_worlds import failing_world, random_world
@@ -43,19 +45,19 @@ def actor_status(actor: ActorState | None) -> str:
 
 
 def version_status(state: State, version: int) -> str:
-    if version >= state.next_version:
+    if version >= state.versions.next:
         return "unused"
-    if version == state.owed_version:
+    if version == state.versions.owed:
         return "owed"
-    in_batch = state.batch is not None and version == state.batch.version
-    if in_batch or ("export" in state.commands and version == state.export_version):
+    in_batch = state.steps.batch is not None and version == state.steps.batch.version
+    if in_batch or ("export" in state.orders.commands and version == state.versions.export):
         return "ordered"
-    if version == state.newest_version:
+    if version == state.versions.newest:
         return "newest"
-    if version > state.newest_version:  # passed over, if a later one is published in its place
-        return "gone" if version < state.owed_version else "made"
-    held = any(version in relay.held for relay in state.relays.values())
-    return "older" if held or version in state.checkpoint_paths else "gone"
+    if version > state.versions.newest:  # passed over, if a later one is published in its place
+        return "gone" if version < state.versions.owed else "made"
+    held = any(version in relay.held for relay in state.members.relays.values())
+    return "older" if held or version in state.versions.checkpoint_paths else "gone"
 
 
 class WatchedWorld(World):
@@ -65,18 +67,18 @@ class WatchedWorld(World):
 
     def deliver(self, peer: str, incarnation: int, peer_seq: int, event: Event) -> list[Command]:
         state = self.machine.state if self.machine.started else None
-        actors = dict(state.actors) if state else {}
+        actors = dict(state.members.actors) if state else {}
         before = {n: (actor_status(a), a.incarnation) for n, a in actors.items()}
-        versions = [version_status(state, v) for v in range(state.next_version)] if state else []
+        versions = [version_status(state, v) for v in range(state.versions.next)] if state else []
         commands = super().deliver(peer, incarnation, peer_seq, event)
         state = self.machine.state
-        for name, actor in state.actors.items():
+        for name, actor in state.members.actors.items():
             old, number = before.get(name, ("unknown", actor.incarnation))
             if number != actor.incarnation and old != "lost":
                 self._note("actor", old, "lost")  # replaced: both moves are of one event
                 old = "lost"
             self._note("actor", old, actor_status(actor))
-        for version in range(state.next_version):
+        for version in range(state.versions.next):
             old = versions[version] if version < len(versions) else "unused"
             self._note("version", old, version_status(state, version))
         return commands
@@ -130,7 +132,7 @@ def test_a_move_that_is_not_in_the_table_is_a_bug() -> None:
     bench = Bench()
     bench.start()
     state = bench.state
-    group = next(iter(state.groups.values()))
+    group = next(iter(state.work.groups.values()))
     assert isinstance(group, Group)
     with pytest.raises(KeyError):
         move_group(group, "choose")

@@ -44,7 +44,7 @@ def test_dropped_when_enough_siblings_are_rewarded() -> None:
     trained = only(cmd.TrainStep, bench.wait(WAIT_MS))
     assert trained[0].trajectories == ("0.0.0", "0.0.1")
     bench.write_ends()
-    assert bench.state.ledger.trajectories.dropped == {"batch-timeout": 1}
+    assert bench.state.work.ledger.trajectories.dropped == {"batch-timeout": 1}
 
 
 def test_started_over_when_too_few_are_rewarded() -> None:
@@ -64,7 +64,7 @@ def test_third_expiry_drops_the_group() -> None:
     assert bench.open_groups() == ["0.1"]
     assert [c.attempt for c in only(cmd.GenerateTrajectory, commands)] == [2, 2, 3, 3, 1, 1]
     bench.write_ends()
-    assert bench.state.ledger.groups.dropped == {"batch-timeout": 1}
+    assert bench.state.work.ledger.groups.dropped == {"batch-timeout": 1}
 
 
 def test_slow_reward_is_asked_for_again() -> None:
@@ -83,7 +83,7 @@ def test_slow_reward_is_asked_for_elsewhere() -> None:
     bench = waiting(replicas=2)
     bench.finish("0.0.0")
     bench.finish("0.0.1")
-    assert {t.replica for t in bench.state.trajectories.values()} == {"rollout-0"}
+    assert {t.replica for t in bench.state.work.trajectories.values()} == {"rollout-0"}
     commands = bench.wait(WAIT_MS)
     assert {c.to for c in only(cmd.ScoreTrajectories, commands)} == {"rollout-1"}
 
@@ -92,7 +92,7 @@ def test_nothing_expires_while_the_trainer_works() -> None:
     """The clock runs only while the trainer waits."""
     bench = waiting(max_staleness=1)
     bench.complete("0.0")
-    assert "batch-timeout" not in bench.state.timers
+    assert "batch-timeout" not in bench.state.orders.timers
     assert not only(cmd.GenerateTrajectory, bench.wait(10 * WAIT_MS))
 
 

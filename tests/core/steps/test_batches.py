@@ -61,7 +61,7 @@ def test_batch_that_would_break_the_bound_waits() -> None:
     bench.load("rollout-1")
     assert bench.group("0.2").deadline == 2
     assert trained(bench.complete("0.2")) == []
-    assert "batch-timeout" in bench.state.timers
+    assert "batch-timeout" in bench.state.orders.timers
     assert trained(bench.complete("0.0")) == ["0.0"]
 
 
@@ -116,7 +116,7 @@ def test_unusable_answers_fall_back_to_the_default() -> None:
         bench = strategy_bench()
         question = ask(bench)
         assert set(trained(bench.own(propose(question, *answer)))) == {"0.2", "0.3"}, answer
-        assert bench.state.ignored == {"BatchProposed: unusable-proposal": 1}
+        assert bench.state.run.ignored == {"BatchProposed: unusable-proposal": 1}
 
 
 def test_answer_against_the_bound_falls_back() -> None:
@@ -141,7 +141,7 @@ def test_late_answer_falls_back_after_five_seconds_and_is_ignored() -> None:
     assert trained(bench.wait(4_999)) == []
     assert set(trained(bench.wait(1))) == {"0.2", "0.3"}
     assert bench.own(propose(question, "0.4", "0.2")) == []
-    assert bench.state.ignored == {"BatchProposed: late": 1}
+    assert bench.state.run.ignored == {"BatchProposed: late": 1}
 
 
 def test_end_of_data_trains_the_rest_as_a_short_batch() -> None:
@@ -162,8 +162,8 @@ def test_drop_last_drops_the_rest() -> None:
     assert trained(commands) == []
     assert only(cmd.ExportModel, commands)
     bench.write_ends()
-    assert bench.state.ledger.groups.dropped == {"end-of-data": 1}
-    assert bench.state.ledger.groups.trained == 2
+    assert bench.state.work.ledger.groups.dropped == {"end-of-data": 1}
+    assert bench.state.work.ledger.groups.trained == 2
 
 
 def test_short_batch_waits_for_what_is_still_generated() -> None:
@@ -180,9 +180,9 @@ def test_prompts_come_in_a_permutation_of_each_pass() -> None:
     that never repeat."""
     bench = Bench(total_steps=0, total_epochs=2, num_train=5, groups_per_step=1, capacity=2)
     commands = bench.start()
-    while bench.state.phase == "running":
+    while bench.state.run.phase == "running":
         commands += bench.complete(*bench.open_groups())
-        if bench.state.batch is not None:
+        if bench.state.steps.batch is not None:
             commands += bench.train()
         commands += bench.load_all()
     rows = {c.group: c.row_index for c in only(cmd.GenerateTrajectory, commands)}

@@ -87,8 +87,8 @@ def test_a_step_that_is_completed_before_it_is_ordered_again_is_not_believed() -
     bench.kill(NAME)
     come_back(bench, checkpoint(bench, 1))
     assert bench.say(NAME, completed) == []
-    assert bench.state.ignored["StepCompleted: not-ordered"] == 1
-    assert bench.state.steps_completed == 3 and bench.state.batch is not None
+    assert bench.state.run.ignored["StepCompleted: not-ordered"] == 1
+    assert bench.state.steps.completed == 3 and bench.state.steps.batch is not None
 
 
 def test_everything_is_done_again_from_a_checkpoint_and_the_batch_is_ordered_anew() -> None:
@@ -107,14 +107,14 @@ def test_everything_is_done_again_from_a_checkpoint_and_the_batch_is_ordered_ane
     assert (again.step_index, again.version) == (3, 5) and first[3].version == 4
     assert again.trajectories == first[3].trajectories
     bench.train()
-    assert (bench.state.steps_completed, bench.state.newest_version, bench.state.newest_step) == (
-        4,
-        5,
-        4,
-    )
-    trained = bench.state.ledger.trajectories.trained
+    assert (
+        bench.state.steps.completed,
+        bench.state.versions.newest,
+        bench.state.versions.newest_step,
+    ) == (4, 5, 4)
+    trained = bench.state.work.ledger.trajectories.trained
     bench.write_ends()
-    assert bench.state.ledger.trajectories.trained == trained + 2 == 8
+    assert bench.state.work.ledger.trajectories.trained == trained + 2 == 8
 
 
 def test_without_a_checkpoint_it_begins_with_the_first_step() -> None:
@@ -137,7 +137,7 @@ def test_what_the_log_does_not_confirm_is_not_loaded(ahead: dict[str, Any]) -> N
     wrong = checkpoint(bench, 2, ahead)
     (load,) = only(cmd.LoadCheckpoint, come_back(bench, checkpoint(bench, 1), wrong))
     assert (load.step, load.kept) == (1, (1,))
-    assert bench.state.checkpoint_paths == {1: "checkpoints/step_1"}
+    assert bench.state.versions.checkpoint_paths == {1: "checkpoints/step_1"}
 
 
 def test_a_checkpoint_that_was_not_reported_counts_if_the_log_has_its_step() -> None:
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_was_not_reported_counts_if_the_log_has_its_step() -> 
     bench.kill(NAME)
     found = checkpoint(bench, 2)
     (load,) = only(cmd.LoadCheckpoint, come_back(bench, found))
-    assert load.step == 2 and bench.state.checkpoint_paths == {2: found.path}
+    assert load.step == 2 and bench.state.versions.checkpoint_paths == {2: found.path}
     assert not only(cmd.RepeatStep, loaded(bench))
 
 
@@ -153,11 +153,11 @@ def test_what_the_oldest_checkpoint_has_is_forgotten() -> None:
     bench = run(3)
     save(bench, 2)
     save(bench, 3, 2, 3)
-    assert [t.step_index for t in bench.state.trained] == [1, 2]
-    save_again = bench.state.trained
+    assert [t.step_index for t in bench.state.steps.trained] == [1, 2]
+    save_again = bench.state.steps.trained
     bench.kill(NAME)
     come_back(bench, checkpoint(bench, 2), checkpoint(bench, 3))
-    assert bench.state.trained == save_again and bench.state.steps_repeated == 3
+    assert bench.state.steps.trained == save_again and bench.state.steps.repeated == 3
 
 
 @pytest.mark.parametrize("steps", [2, 3])
@@ -169,7 +169,7 @@ def test_a_run_whose_checkpoints_are_gone_cannot_go_on(steps: int) -> None:
     bench.kill(NAME)
     commands = come_back(bench)
     assert only(cmd.AbortTrajectories if steps == 2 else cmd.StopActor, commands)
-    assert "no checkpoint that the log confirms" in bench.state.failure
+    assert "no checkpoint that the log confirms" in bench.state.run.failure
 
 
 def test_other_weights_go_out_under_a_number_of_their_own() -> None:
@@ -184,9 +184,9 @@ def test_other_weights_go_out_under_a_number_of_their_own() -> None:
     bench.say("relay-0", event)
     bench.step_of[3] = 2
     bench.load_all()
-    assert (bench.state.newest_version, bench.state.newest_step, bench.state.newest_digest) == (
-        3, 2, "other bytes"
-    )  # fmt: skip
+    versions = bench.state.versions
+    assert (versions.newest, versions.newest_step) == (3, 2)
+    assert versions.newest_digest == "other bytes"
     bench.complete(bench.open_groups()[0])
     assert (orders(bench)[-1].step_index, orders(bench)[-1].version) == (2, 4)
 
@@ -208,13 +208,13 @@ def test_what_the_dead_one_had_handed_over_counts() -> None:
     bench = run(1, in_training=True)
     bench.kill(NAME)
     bench.publish(2, 2)
-    assert bench.state.newest_version == 2 and bench.pull_of("rollout-0") is not None
+    assert bench.state.versions.newest == 2 and bench.pull_of("rollout-0") is not None
     bench.load_all()
     come_back(bench)
     (again,) = only(cmd.TrainStep, repeated(bench))
     assert again.version == 3
     bench.train()
-    assert (bench.state.newest_version, bench.state.newest_step) == (3, 2)
+    assert (bench.state.versions.newest, bench.state.versions.newest_step) == (3, 2)
 
 
 def test_what_never_reached_the_relay_is_owed() -> None:
@@ -222,7 +222,7 @@ def test_what_never_reached_the_relay_is_owed() -> None:
     bench = run(1, in_training=True)
     bench.train(publish=False)
     bench.kill(NAME)
-    assert bench.state.newest_version == 1
+    assert bench.state.versions.newest == 1
     come_back(bench)
     repeated(bench)
     (publish,) = only(cmd.PublishWeights, repeated(bench))
@@ -240,7 +240,7 @@ def test_an_interrupted_export_is_made_again_under_another_number() -> None:
     bench.say(NAME, ev.ModelExported(version=4, path="export"))
     bench.publish(4, 2)
     assert only(cmd.StopActor, bench.write_ends() or bench.commands)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
 
 
 def test_a_trainer_that_was_away_when_the_user_stopped_the_run_exports_what_there_is() -> None:
@@ -255,18 +255,14 @@ def test_a_trainer_that_was_away_when_the_user_stopped_the_run_exports_what_ther
 
 def test_a_batch_that_ends_its_trainer_three_times_ends_the_run() -> None:
     bench = run(in_training=True)
-    (group,) = bench.state.batch.groups if bench.state.batch else ()
+    (group,) = bench.state.steps.batch.groups if bench.state.steps.batch else ()
     for boot in range(DEATHS_MAX):
-        assert not bench.state.failure
+        assert not bench.state.run.failure
         bench.kill(NAME)
         if boot < DEATHS_MAX - 1:
             come_back(bench, boot=f"b{boot}")
-    assert bench.state.failure == (
-        f"the batch of step 1 (groups {group}) has ended {NAME} 3 times, at last: "
-        f"its process ended with exit code -9; look at logs/latest/{NAME}.jsonl, and at "
-        "`laminar log story` of these groups"
-    )
-    assert bench.state.exit_code == 1
+    assert bench.state.run.failed.kind == "batch-fatal" and bench.state.run.exit_code == 1
+    assert f"the batch of step 1 (groups {group}) has ended {NAME} 3" in bench.state.run.failure
 
 
 def test_a_trainer_that_does_not_come_back_ends_the_run() -> None:
@@ -275,7 +271,7 @@ def test_a_trainer_that_does_not_come_back_ends_the_run() -> None:
         bench.kill(NAME, restarting=not gone)
         if not gone:
             bench.wait(bench.settings.start_timeout_ms)
-        assert NAME in bench.state.failure and bench.state.exit_code == 1
+        assert NAME in bench.state.run.failure and bench.state.run.exit_code == 1
 
 
 @pytest.mark.parametrize("when", ["train", "load", "repeat"])
@@ -284,7 +280,7 @@ def test_one_that_hangs_is_restarted(when: str) -> None:
     if when != "train":
         bench.kill(NAME)
         come_back(bench, *([checkpoint(bench, 1)] if when == "load" else []))
-    assert when in bench.state.commands
+    assert when in bench.state.orders.commands
     commands = bench.own(ev.TimerFired(timer=f"command:{when}"))
     assert NAME in [c.actor for c in only(cmd.RestartActor, commands)]
 
@@ -292,24 +288,24 @@ def test_one_that_hangs_is_restarted(when: str) -> None:
 def test_its_own_failure_is_a_loss_and_a_mistake_of_the_user_is_the_end() -> None:
     bench = run(1)
     bench.say(NAME, ev.ActorFailed(reason="out of memory", user_error=False))
-    assert not bench.state.failure and f"rejoin:{NAME}" in bench.state.timers
+    assert not bench.state.run.failure and f"rejoin:{NAME}" in bench.state.orders.timers
     come_back(bench)
     bench.say(NAME, ev.ActorFailed(reason="no such model", user_error=True))
-    assert bench.state.exit_code == 2
+    assert bench.state.run.exit_code == 2
 
 
 def test_with_another_loss_of_the_user_the_run_ends() -> None:
     """With the same one it goes on."""
     bench = run(1)
-    bench.state.function_digests = {"loss": "d1"}
+    bench.state.steps.function_digests = {"loss": "d1"}
     for digest in ("d1", "d2"):
         bench.kill(NAME)
         bench.join(NAME, digest)
         loss = ev.TrainFunction(setting="loss", digest=digest)
         bench.say(NAME, ev.TrainerReady(num_parameters=1, weights_bytes=4, functions=(loss,)))
-        assert bool(bench.state.failure) == (digest == "d2")
+        assert bool(bench.state.run.failure) == (digest == "d2")
     said = "trainer-0: loss: its file now has digest d2, but the run began with d1"
-    assert said in bench.state.failure and bench.state.exit_code == 2
+    assert said in bench.state.run.failure and bench.state.run.exit_code == 2
 
 
 def test_lost_again_while_it_does_a_step_again() -> None:
@@ -321,7 +317,7 @@ def test_lost_again_while_it_does_a_step_again() -> None:
         (repeat,) = only(cmd.RepeatStep, loaded(bench))
         assert repeat.step_index == 1
     assert [o.version for o in only(cmd.TrainStep, repeated(bench))] == [4]
-    assert bench.state.batch is not None and bench.state.batch.deaths == 1
+    assert bench.state.steps.batch is not None and bench.state.steps.batch.deaths == 1
 
 
 def test_another_trainer_is_refused() -> None:
@@ -339,7 +335,7 @@ def test_the_head_comes_back_while_it_is_away() -> None:
     bench.kill("relay-0")
     bench.join("relay-0", "b")
     bench.ready("relay-0")
-    assert bench.state.owed_version == 1 and not only(cmd.PublishWeights, bench.commands[-5:])
+    assert bench.state.versions.owed == 1 and not only(cmd.PublishWeights, bench.commands[-5:])
     come_back(bench)
     assert [p.version for p in only(cmd.PublishWeights, repeated(bench))] == [1]
 
@@ -362,11 +358,11 @@ def test_a_run_that_ends_has_nothing_done_again() -> None:
     bench.kill(NAME)
     come_back(bench)
     bench.kill("rollout-0", restarting=False)
-    assert bench.state.phase == "ending" and not only(cmd.RepeatStep, repeated(bench))
+    assert bench.state.run.phase == "ending" and not only(cmd.RepeatStep, repeated(bench))
     bench.say(NAME, ev.TrainerReady(num_parameters=1, weights_bytes=4))
-    assert bench.state.ignored["TrainerReady: repeat"] == 1
+    assert bench.state.run.ignored["TrainerReady: repeat"] == 1
     bench.kill(NAME)
-    assert bench.state.failure.startswith("no replica is left")
+    assert bench.state.run.failure.startswith("no replica is left")
 
 
 def test_drained_while_it_is_away_the_batch_is_completed() -> None:
@@ -401,12 +397,12 @@ def exported_run() -> Bench:
     bench = run(1, total_steps=1, num_eval=2)
     bench.say(NAME, ev.ModelExported(version=2, path="export"))
     bench.publish(2, 1)
-    assert bench.state.phase == "final-evaluation"
+    assert bench.state.run.phase == "final-evaluation"
     return bench
 
 
 def finals(bench: Bench) -> list[tuple[int, bool]]:
-    return [(result.version, result.final) for result in bench.state.evaluations]
+    return [(result.version, result.final) for result in bench.state.evaluations.results]
 
 
 def test_what_is_redone_after_the_export_is_published_to_nobody() -> None:
@@ -418,7 +414,7 @@ def test_what_is_redone_after_the_export_is_published_to_nobody() -> None:
     bench.load_all()
     evaluate(bench)
     assert finals(bench) == [(2, True)]
-    assert bench.state.phase == "stopping" and not bench.state.failure
+    assert bench.state.run.phase == "stopping" and not bench.state.run.failure
 
 
 def test_an_export_that_is_lost_and_cannot_be_made_again_is_followed_by_another() -> None:
@@ -430,15 +426,15 @@ def test_an_export_that_is_lost_and_cannot_be_made_again_is_followed_by_another(
     bench.kill("relay-0")
     bench.join("relay-0", "b")
     (publish,) = only(cmd.PublishWeights, bench.ready("relay-0"))
-    assert bench.state.phase == "exporting" and (publish.version, publish.step) == (3, 1)
+    assert bench.state.run.phase == "exporting" and (publish.version, publish.step) == (3, 1)
     hand_over(bench, cmd.PublishWeights, "other bytes")
     hand_over(bench, cmd.ExportModel, "other bytes")
-    assert bench.state.phase == "final-evaluation" and bench.state.export_version == 4
+    assert bench.state.run.phase == "final-evaluation" and bench.state.versions.export == 4
     if bench.pull_of("rollout-0") is not None:
         bench.load_all()
     evaluate(bench)
     assert finals(bench)[-1] == (4, True)
-    assert bench.state.phase == "stopping" and not bench.state.failure
+    assert bench.state.run.phase == "stopping" and not bench.state.run.failure
 
 
 def test_an_export_that_never_reached_its_relay_is_made_again_of_other_bytes() -> None:
@@ -448,12 +444,12 @@ def test_an_export_that_never_reached_its_relay_is_made_again_of_other_bytes() -
     bench.kill(NAME)
     come_back(bench)
     (publish,) = only(cmd.PublishWeights, repeated(bench, "other bytes"))
-    assert (publish.version, bench.state.export_version) == (3, -1)
+    assert (publish.version, bench.state.versions.export) == (3, -1)
     hand_over(bench, cmd.PublishWeights, "other bytes")
     hand_over(bench, cmd.ExportModel, "other bytes")
     bench.load_all()
     evaluate(bench)
-    assert finals(bench)[-1] == (4, True) and bench.state.phase == "stopping"
+    assert finals(bench)[-1] == (4, True) and bench.state.run.phase == "stopping"
 
 
 def test_the_evaluation_of_an_export_that_is_made_again_is_not_the_last_one() -> None:
@@ -461,7 +457,7 @@ def test_the_evaluation_of_an_export_that_is_made_again_is_not_the_last_one() ->
     bench = run(1, total_steps=1, num_eval=2)
     bench.publish(2, 1)
     bench.load_all()
-    assert bench.state.evaluation is not None and bench.state.evaluation.final
+    assert bench.state.evaluations.running is not None and bench.state.evaluations.running.final
     bench.kill(NAME)
     come_back(bench)
     repeated(bench)
@@ -471,4 +467,4 @@ def test_the_evaluation_of_an_export_that_is_made_again_is_not_the_last_one() ->
     hand_over(bench, cmd.ExportModel, "d1")
     bench.load_all()
     evaluate(bench)
-    assert finals(bench) == [(2, False), (3, True)] and bench.state.phase == "stopping"
+    assert finals(bench) == [(2, False), (3, True)] and bench.state.run.phase == "stopping"

@@ -66,8 +66,8 @@ def test_chain_begins_at_the_trainers_machine_whoever_was_ready_first() -> None:
     assert forwarded(bench.join("trainer-0")) == [("relay-0", "relay-1"), ("relay-1", "")]
     (order,) = only(cmd.ForwardWeights, bench.ready("relay-2"))
     assert (order.to, order.successor, order.address) == ("relay-1", "relay-2", "relay-2:1")
-    assert order.incarnation == bench.state.actors["relay-2"].incarnation
-    assert bench.state.relay_chain == ["relay-0", "relay-1", "relay-2"]
+    assert order.incarnation == bench.state.members.actors["relay-2"].incarnation
+    assert bench.state.members.relay_chain == ["relay-0", "relay-1", "relay-2"]
 
 
 def test_run_starts_without_the_other_machines() -> None:
@@ -103,7 +103,7 @@ def test_version_that_arrives_before_the_word_of_its_publication_can_be_pulled()
     bench.train(publish=False)
     pulls = only(cmd.PullWeights, bench.receive("relay-1", 1))
     assert [p.to for p in pulls] == ["rollout-1.0"]
-    assert bench.state.newest_version == 0
+    assert bench.state.versions.newest == 0
     assert not restarted(bench.publish(1, 1))
 
 
@@ -111,7 +111,7 @@ def test_evicted_version_is_not_asked_for_again_and_newer_ones_stay() -> None:
     bench = started()
     bench.receive("relay-1", 0, held=(0,))
     step(bench)
-    relay = bench.state.relays["relay-1"]
+    relay = bench.state.members.relays["relay-1"]
     bench.receive("relay-1", 1, held=(0, 1))
     bench.kill("rollout-1.0")
     bench.come_back("rollout-1.0")
@@ -124,7 +124,7 @@ def test_evaluation_waits_for_a_machine_that_has_its_version_and_pins_it_everywh
     bench = together(num_eval=2, test_freq=1)
     bench.kill("rollout-0", restarting=False)
     bench.train()
-    assert bench.state.evaluation_due == 1 and bench.pull_of("rollout-1.0") is None
+    assert bench.state.evaluations.due == 1 and bench.pull_of("rollout-1.0") is None
     bench.receive("relay-1", 1)
     pinned = only(cmd.PinVersion, bench.load("rollout-1.0"))
     assert [(p.to, p.version) for p in pinned] == [(f"relay-{i}", 1) for i in range(3)]
@@ -146,7 +146,7 @@ def test_evaluation_of_the_newest_version_stays_when_that_was_evicted_on_its_arr
     bench.kill("rollout-0", restarting=False)
     (pull,) = only(cmd.PullWeights, bench.receive("relay-1", 1, held=()))
     assert (pull.to, pull.version, pull.exact) == ("rollout-1.0", 1, False)
-    evaluation = bench.state.evaluation
+    evaluation = bench.state.evaluations.running
     assert evaluation is not None and evaluation.version == 1
 
 
@@ -156,19 +156,19 @@ def test_evaluation_of_the_newest_version_stays_when_that_was_evicted_on_its_arr
 def test_lost_relay_is_spliced_out_with_one_command() -> None:
     bench = started(nodes=4)
     assert forwarded(bench.kill("relay-1")) == [("relay-0", "relay-2")]
-    assert bench.state.relay_chain == ["relay-0", "relay-2", "relay-3"]
+    assert bench.state.members.relay_chain == ["relay-0", "relay-2", "relay-3"]
 
 
 def test_relay_that_comes_back_is_fed_as_the_last_one() -> None:
     bench = started()
     bench.kill("relay-1")
     bench.join("relay-1", "b")
-    assert "rejoin:relay-1" in bench.state.timers
+    assert "rejoin:relay-1" in bench.state.orders.timers
     assert forwarded(bench.ready("relay-1")) == [("relay-2", "relay-1")]
-    assert "rejoin:relay-1" not in bench.state.timers
-    assert "receive:relay-1" in bench.state.timers
+    assert "rejoin:relay-1" not in bench.state.orders.timers
+    assert "receive:relay-1" in bench.state.orders.timers
     bench.receive("relay-1", 0)
-    assert "receive:relay-1" not in bench.state.timers
+    assert "receive:relay-1" not in bench.state.orders.timers
 
 
 def test_replica_that_drained_for_a_newer_version_admits_again_when_its_relay_is_lost() -> None:
@@ -202,7 +202,7 @@ def test_hop_that_stalls_restarts_its_successor_and_the_chain_continues_without_
     assert forwarded(bench.kill("relay-1")) == [("relay-0", "relay-2")]
     bench.come_back("relay-1")
     bench.link_all()
-    assert bench.state.relay_chain == ["relay-0", "relay-2", "relay-1"]
+    assert bench.state.members.relay_chain == ["relay-0", "relay-2", "relay-1"]
     assert not restarted(stalls(bench, "relay-0", "relay-1"))  # it is fed by another one now
 
 
@@ -262,8 +262,8 @@ def test_relay_that_is_never_restarted_is_spliced_out() -> None:
     step(bench)
     assert restarted(bench.receive("relay-1", 1, digest="x"))
     assert forwarded(bench.wait(RESTART_TIMEOUT_MS)) == [("relay-0", "relay-2")]
-    assert bench.state.relay_chain == ["relay-0", "relay-2"]
-    assert "rejoin:relay-1" in bench.state.timers
+    assert bench.state.members.relay_chain == ["relay-0", "relay-2"]
+    assert "rejoin:relay-1" in bench.state.orders.timers
 
 
 def test_other_bytes_are_found_when_the_publication_comes_later() -> None:
@@ -284,11 +284,11 @@ def test_head_that_comes_back_is_fed_by_the_trainer_and_is_head_again() -> None:
     bench.join("relay-0", "b")
     commands = bench.ready("relay-0")
     assert forwarded(commands) == [("relay-0", "relay-1")]
-    assert bench.state.owed_version == 1
+    assert bench.state.versions.owed == 1
     commands += bench.write_ends()
-    if bench.state.batch is not None:
+    if bench.state.steps.batch is not None:
         commands += bench.train(publish=False)
-    assert only(cmd.PublishWeights, bench.commands)[-1].version == bench.state.owed_version
+    assert only(cmd.PublishWeights, bench.commands)[-1].version == bench.state.versions.owed
 
 
 def test_publish_that_went_to_a_dead_head_is_owed() -> None:
@@ -298,11 +298,11 @@ def test_publish_that_went_to_a_dead_head_is_owed() -> None:
     bench.kill("relay-0")
     bench.come_back("relay-0")
     bench.link_all()
-    assert bench.state.owed_version == 0
+    assert bench.state.versions.owed == 0
     (order,) = only(cmd.PublishWeights, bench.train(publish=False))
     assert (order.version, order.step) == (1, 1)
     bench.publish(1, 1)
-    assert (bench.state.owed_version, bench.state.newest_version) == (-1, 1)
+    assert (bench.state.versions.owed, bench.state.versions.newest) == (-1, 1)
 
 
 def test_first_publish_is_asked_for_again_when_its_relay_died() -> None:
@@ -323,10 +323,10 @@ def test_publish_of_the_same_version_again_pays_the_debt_and_changes_nothing_els
     bench.complete(*bench.open_groups())
     bench.kill("relay-0")
     bench.come_back("relay-0")
-    newest = bench.state.newest_version, bench.state.newest_digest
+    newest = bench.state.versions.newest, bench.state.versions.newest_digest
     bench.publish(0, 0, held=(0,))
-    assert (bench.state.newest_version, bench.state.newest_digest) == newest
-    assert bench.state.owed_version == -1
+    assert (bench.state.versions.newest, bench.state.versions.newest_digest) == newest
+    assert bench.state.versions.owed == -1
 
 
 def test_head_with_other_bytes_starts_afresh_and_settles_no_debt() -> None:
@@ -336,8 +336,8 @@ def test_head_with_other_bytes_starts_afresh_and_settles_no_debt() -> None:
     other = ev.WeightsPublished(version=0, step=0, digest="x", num_bytes=4, held=(0,))
     assert restarted(bench.say("relay-0", other)) == [("node-0", "relay-0")]
     assert bench.say("relay-0", other) == []
-    assert bench.state.ignored == {"WeightsPublished: repeat": 1}
-    assert bench.state.owed_version == 0
+    assert bench.state.run.ignored == {"WeightsPublished: repeat": 1}
+    assert bench.state.versions.owed == 0
 
 
 def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
@@ -346,9 +346,9 @@ def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
     bench.come_back("relay-0")
     bench.say("relay-0", ev.WeightsPublished(version=0, step=0, digest="x", num_bytes=4, held=(0,)))
     bench.kill("relay-0", restarting=False)
-    assert bench.state.failure == (
-        "the trainer's machine has no relay: "
-        "relay-0: its version 0 has digest x, but d0 was published"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "relay-lost",
+        "relay-0",
     )
 
 
@@ -358,11 +358,11 @@ def test_head_lost_during_the_last_evaluation_gets_the_export_again() -> None:
     bench.complete("0.0")
     bench.train()
     bench.write_ends()
-    bench.say("trainer-0", ev.ModelExported(version=bench.state.export_version, path="export"))
+    bench.say("trainer-0", ev.ModelExported(version=bench.state.versions.export, path="export"))
     bench.step_of[2] = 1
     published = ev.WeightsPublished(version=2, step=1, digest="d1", num_bytes=4, held=(1, 2))
     bench.say("relay-0", published)
-    assert bench.state.phase == "final-evaluation"
+    assert bench.state.run.phase == "final-evaluation"
     bench.kill("relay-0")
     bench.join("relay-0", "b")
     (order,) = only(cmd.PublishWeights, bench.ready("relay-0"))
@@ -376,16 +376,17 @@ def test_other_machines_relay_may_stay_away() -> None:
     bench = started()
     bench.kill("relay-1", restarting=False)
     bench.wait(bench.settings.start_timeout_ms)
-    assert not bench.state.failure and "rejoin:relay-1" not in bench.state.timers
+    assert not bench.state.run.failure and "rejoin:relay-1" not in bench.state.orders.timers
 
 
 def test_run_ends_when_no_replica_has_a_relay() -> None:
     bench = started(nodes=2)
     bench.kill("rollout-0", restarting=False)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     bench.kill("relay-1", restarting=False)
-    assert bench.state.failure == (
-        "no replica is left: relay-1: its process ended with exit code -9"
+    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
+        "replicas-lost",
+        "relay-1",
     )
 
 
@@ -396,9 +397,9 @@ def test_machine_without_a_relay_is_waited_for() -> None:
     bench.join("rollout-1.0")
     bench.ready("rollout-1.0")
     bench.kill("rollout-0", restarting=False)
-    assert not bench.state.failure
+    assert not bench.state.run.failure
     bench.wait(bench.settings.start_timeout_ms)
-    assert bench.state.failure.startswith("no replica is left: relay-1")
+    assert bench.state.run.failure.startswith("no replica is left: relay-1")
 
 
 # --- slow ones ------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def training(nodes: int) -> Bench:
 def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
     bench = training(nodes=4)
     for version in range(1, LAGS_MAX + 1):
-        assert bench.state.relay_chain[1:] == ["relay-1", "relay-2", "relay-3"]
+        assert bench.state.members.relay_chain[1:] == ["relay-1", "relay-2", "relay-3"]
         bench.train(publish=False)
         bench.publish(version, version)
         commands: list[Command] = []
@@ -423,7 +424,7 @@ def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
             bench.now_ms += 2_000 if slow else 10
             commands += bench.receive(name, version, **(SLOW if slow else {}))
         bench.complete(*bench.open_groups()[:1])
-    assert bench.state.relay_chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
+    assert bench.state.members.relay_chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
     assert forwarded(commands) == [
         ("relay-1", "relay-3"), ("relay-3", "relay-2"), ("relay-2", ""),
     ]  # fmt: skip
@@ -433,14 +434,14 @@ def test_relay_that_is_slower_than_versions_are_made_goes_to_the_end() -> None:
     """The one before it always has a newer version, and some relay always lacks the newest."""
     bench = training(nodes=4)
     for version in range(1, LAGS_MAX + 2):
-        assert bench.state.relay_chain[1:] == ["relay-1", "relay-2", "relay-3"]
+        assert bench.state.members.relay_chain[1:] == ["relay-1", "relay-2", "relay-3"]
         bench.train(publish=False)
         bench.publish(version, version)
         bench.receive("relay-1", version)
         bench.now_ms += 2_000
         commands = bench.receive("relay-2", version - 1, **SLOW) if version > 1 else []
         bench.complete(*bench.open_groups()[:1])
-    assert bench.state.relay_chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
+    assert bench.state.members.relay_chain == ["relay-0", "relay-1", "relay-3", "relay-2"]
     assert forwarded(commands) == [
         ("relay-1", "relay-3"), ("relay-3", "relay-2"), ("relay-2", ""),
     ]  # fmt: skip
@@ -453,10 +454,10 @@ def test_relay_with_another_predecessor_is_judged_afresh() -> None:
     bench.receive("relay-2", 1)
     bench.now_ms += 2_000
     bench.receive("relay-3", 1, **SLOW)
-    assert bench.state.relays["relay-3"].slow_transfers == 1
+    assert bench.state.members.relays["relay-3"].slow_transfers == 1
     bench.kill("relay-2")
-    assert bench.state.relay_chain == ["relay-0", "relay-1", "relay-3"]
-    assert bench.state.relays["relay-3"].slow_transfers == 0
+    assert bench.state.members.relay_chain == ["relay-0", "relay-1", "relay-3"]
+    assert bench.state.members.relays["relay-3"].slow_transfers == 0
 
 
 def test_first_hop_is_compared_with_the_quickest_of_the_run() -> None:
@@ -467,7 +468,7 @@ def test_first_hop_is_compared_with_the_quickest_of_the_run() -> None:
         bench.receive("relay-1", version, **SLOW)
         bench.receive("relay-2", version, **SLOW)
         bench.complete(*bench.open_groups()[:1])
-    assert bench.state.relay_chain == ["relay-0", "relay-2", "relay-1"]
+    assert bench.state.members.relay_chain == ["relay-0", "relay-2", "relay-1"]
 
 
 def test_delta_of_the_first_hop_says_nothing_about_its_speed() -> None:
@@ -475,16 +476,16 @@ def test_delta_of_the_first_hop_says_nothing_about_its_speed() -> None:
     bench.complete(*bench.open_groups()[:1])
     bench.train()
     bench.receive("relay-1", 1, kind="delta", **SLOW)
-    assert bench.state.relays["relay-1"].slow_transfers == 0
+    assert bench.state.members.relays["relay-1"].slow_transfers == 0
 
 
 def test_one_quick_transfer_clears_a_relays_name() -> None:
     bench = training(nodes=3)
     bench.train()
     bench.receive("relay-1", 1, **SLOW)
-    assert bench.state.relays["relay-1"].slow_transfers == 1
+    assert bench.state.members.relays["relay-1"].slow_transfers == 1
     bench.receive("relay-2", 1)
     bench.complete(*bench.open_groups()[:1])
     bench.train()
     bench.receive("relay-1", 2)
-    assert bench.state.relays["relay-1"].slow_transfers == 0
+    assert bench.state.members.relays["relay-1"].slow_transfers == 0

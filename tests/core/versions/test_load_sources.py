@@ -103,7 +103,7 @@ def test_lost_work_has_its_version_fetched_from_the_machine_that_has_it():
     assert pull is not None and (pull.version, pull.exact) == (0, True)
     assert (pull.holder, pull.address, pull.checkpoint) == ("relay-0", "relay-0:1", "")
     bench.receive("relay-1", 0, held=(0, 1))
-    assert bench.state.relays["relay-1"].newest == 1, "what was fetched is not the newest"
+    assert bench.state.members.relays["relay-1"].newest == 1, "what was fetched is not the newest"
     resumed = bench.load("rollout-1.0")
     orders = [c for c in resumed if isinstance(c, cmd.GenerateTrajectory)]
     assert {(c.group, c.attempt, c.version) for c in orders} == {("0.0", 1, 0)}
@@ -112,8 +112,8 @@ def test_lost_work_has_its_version_fetched_from_the_machine_that_has_it():
 def test_lost_work_waits_on_while_its_version_comes():
     bench = _lost_elsewhere(resume_timeout_ms=1_000)
     bench.wait(5_000)
-    lost = [t.id for t in bench.state.trajectories.values() if t.group == "0.0"]
-    assert lost and all(keys.resume_timer(t) in bench.state.timers for t in lost)
+    lost = [t.id for t in bench.state.work.trajectories.values() if t.group == "0.0"]
+    assert lost and all(keys.resume_timer(t) in bench.state.orders.timers for t in lost)
     assert bench.pull_of("rollout-1.0").holder == "relay-0"
 
 
@@ -121,13 +121,15 @@ def test_relay_that_did_not_give_it_is_asked_again_once_it_is_heard_of():
     bench = _lost_elsewhere(resume_timeout_ms=10**6)
     bench.say("rollout-1.0", ev.VersionMissing(version=0, held=(1,)))
     pull = bench.pull_of("rollout-1.0")
-    assert (pull is None or not pull.holder) and bench.state.failed_sources == {"relay-0": None}
+    assert (pull is None or not pull.holder) and bench.state.versions.failed_sources == {
+        "relay-0": None
+    }
     bench.complete("0.2")
-    bench.state.ps_per_byte.update({"load": _mb_per_s(1), "relay-1": 100_000_000})
+    bench.state.versions.ps_per_byte.update({"load": _mb_per_s(1), "relay-1": 100_000_000})
     bench.publish(1, 1, held=(0, 1))
     pull = bench.pull_of("rollout-1.0")
-    assert not bench.state.failed_sources and pull is not None and pull.holder == "relay-0"
-    due = bench.state.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))]
+    assert not bench.state.versions.failed_sources and pull is not None and pull.holder == "relay-0"
+    due = bench.state.orders.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))]
     assert due - bench.state.time_ns == 2 * 404_000 * 1_000_000, "twice what it is thought to take"
 
 
@@ -135,9 +137,9 @@ def test_time_of_a_fetch_runs_from_the_last_word_of_its_bytes():
     bench = _lost_elsewhere()
     timer = keys.deadline_timer(keys.pull_key("rollout-1.0"))
     bench.wait(200_000)
-    before = bench.state.timers[timer]
+    before = bench.state.orders.timers[timer]
     bench.say("relay-1", SLOW)
-    assert bench.state.timers[timer] > before
+    assert bench.state.orders.timers[timer] > before
 
 
 def test_what_a_holder_was_ordered_to_give_before_is_waited_for():
@@ -148,11 +150,11 @@ def test_what_a_holder_was_ordered_to_give_before_is_waited_for():
     (own,) = list_sources(state, bench.replica("rollout-1.0"), 0)
     (later,) = list_sources(state, bench.replica("rollout-2.0"), 0)
     assert own.name == later.name == pull.holder == "relay-0"
-    assert (own.waiting_bytes, later.waiting_bytes) == (0, state.version_bytes)
-    before = state.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))]
+    assert (own.waiting_bytes, later.waiting_bytes) == (0, state.versions.num_bytes)
+    before = state.orders.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))]
     bench.wait(1_000)
     bench.say("relay-2", SLOW)
-    assert state.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))] == before
+    assert state.orders.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))] == before
     bench.receive("relay-1", 0, held=(0, 1))
     (here,) = list_sources(state, bench.replica("rollout-1.0"), 0)
     assert (here.tier, here.name) == (SourceTier.OWN, "relay-1")
@@ -180,7 +182,9 @@ def test_evaluation_goes_on_with_its_version_from_another_machine():
     bench = _evaluation_elsewhere()
     pull = bench.pull_of("rollout-1.0")
     assert pull is not None and (pull.version, pull.exact, pull.holder) == (0, True, "relay-0")
-    assert bench.state.evaluation.version == 0 and bench.state.evaluation.done == 1
+    assert (
+        bench.state.evaluations.running.version == 0 and bench.state.evaluations.running.done == 1
+    )
     bench.receive("relay-1", 0, held=(0, 1))
     again = [c for c in bench.load("rollout-1.0") if isinstance(c, cmd.GenerateTrajectory)]
     assert {(c.group, c.version) for c in again} == {("e0.1-2", 0), ("e0.2-2", 0)}

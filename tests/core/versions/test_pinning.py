@@ -28,11 +28,11 @@ def behind(**changes: object) -> Bench:
 def test_relays_are_told_when_a_version_is_published_and_when_the_last_work_is_over() -> None:
     bench = behind()
     assert told(bench.publish(1, 1)) == [("relay-0", -1, (0,))]
-    assert bench.state.unfinished_versions == [0]
+    assert bench.state.versions.unfinished == [0]
     assert told(bench.load("rollout-1")) == []
     bench.complete("0.0")
     assert told(bench.load("rollout-0")) == [("relay-0", -1, ())]
-    assert bench.state.unfinished_versions == []
+    assert bench.state.versions.unfinished == []
 
 
 def test_a_relay_that_joins_later_is_told_too() -> None:
@@ -47,7 +47,7 @@ def test_lost_work_is_unfinished() -> None:
     bench = behind()
     for name in bench.names:
         bench.kill(name)
-    assert bench.state.lost_trajectories
+    assert bench.state.work.lost
     assert told(bench.publish(1, 1)) == [("relay-0", -1, (0,))]
 
 
@@ -73,5 +73,5 @@ def restarted() -> int:
         faults = Faults(lose_every_s=4, skip_publish=0.2, fail_sibling=0.1, repeat_event=0.1)
         decided = settings(total_steps=3, resume_timeout_ms=10)
         world = World(decided, faults=faults, seed=seed).run()
-        tokens += world.state.ledger.tokens.dropped.get("restarted", 0)
+        tokens += world.state.work.ledger.tokens.dropped.get("restarted", 0)
     return tokens

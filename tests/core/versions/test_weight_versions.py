@@ -29,7 +29,7 @@ def test_skipped_publish_is_paid_before_the_trainer_waits() -> None:
     owed = only(cmd.PublishWeights, bench.train(publish=False))
     assert [(c.version, c.step) for c in owed] == [(1, 1)]
     assert only(cmd.PullWeights, bench.publish(1, 1))
-    assert bench.state.owed_version == -1
+    assert bench.state.versions.owed == -1
     assert only(cmd.GenerateTrajectory, bench.load("rollout-0"))
 
 
@@ -45,10 +45,10 @@ def test_owed_publish_has_its_time_while_bytes_come() -> None:
         left_bytes=9,
     )  # fmt: skip
     bench.say("relay-1", word)
-    due = bench.state.timers[keys.deadline_timer(keys.PUBLISH)]
+    due = bench.state.orders.timers[keys.deadline_timer(keys.PUBLISH)]
     assert due == (bench.now_ms + SLOT_TIMEOUT_MS) * 1_000_000
     bench.say("relay-1", msgspec.structs.replace(word, kind="stalled", num_bytes=0))
-    assert bench.state.timers[keys.deadline_timer(keys.PUBLISH)] == due
+    assert bench.state.orders.timers[keys.deadline_timer(keys.PUBLISH)] == due
 
 
 def test_skipped_publish_is_not_paid_while_there_is_a_batch() -> None:
@@ -61,7 +61,7 @@ def test_skipped_publish_is_not_paid_while_there_is_a_batch() -> None:
     commands = bench.train(publish=False)
     assert only(cmd.TrainStep, commands) and not only(cmd.PublishWeights, commands)
     bench.train()
-    assert (bench.state.newest_version, bench.state.owed_version) == (2, -1)
+    assert (bench.state.versions.newest, bench.state.versions.owed) == (2, -1)
 
 
 def test_skipped_publish_is_not_paid_while_a_later_one_is_on_its_way() -> None:
@@ -74,9 +74,9 @@ def test_skipped_publish_is_not_paid_while_a_later_one_is_on_its_way() -> None:
     bench.skip_publish()
     bench.train(publish=False)
     assert not only(cmd.PublishWeights, bench.train(publish=False))
-    assert bench.state.owed_version == 1
+    assert bench.state.versions.owed == 1
     assert not only(cmd.PublishWeights, bench.publish(2, 2))
-    assert bench.state.owed_version == -1
+    assert bench.state.versions.owed == -1
 
 
 def test_last_skipped_publish_is_paid_before_the_export() -> None:
@@ -98,8 +98,8 @@ def test_older_version_that_arrives_late_does_not_pay_for_a_newer() -> None:
     bench.skip_publish()
     bench.train(publish=False)
     again = bench.publish(1, 1)
-    assert bench.state.owed_version == 2
-    assert bench.state.commands["publish"].command == cmd.PublishWeights(
+    assert bench.state.versions.owed == 2
+    assert bench.state.orders.commands["publish"].command == cmd.PublishWeights(
         to="trainer-0", version=2, step=2
     )
     assert not only(cmd.PublishWeights, again), "it is asked for once"
@@ -115,7 +115,7 @@ def test_group_that_is_finished_during_an_owed_publish_is_trained_after_it() -> 
         bench.skip_publish()
         bench.train(publish=False)
         bench.complete("0.1")
-        assert bench.state.batch is None
+        assert bench.state.steps.batch is None
         assert only(kind, bench.publish(1, 1))
 
 
@@ -126,8 +126,8 @@ def test_weights_that_the_relay_never_publishes_end_the_run() -> None:
     bench.train(publish=False)
     bench.write_ends()
     bench.wait(PUBLISH_TIMEOUT_MS)
-    assert bench.state.failure == "the relay did not publish the weights of step 1"
-    assert bench.state.exit_code == 1
+    assert bench.state.run.failure == "the relay did not publish the weights of step 1"
+    assert bench.state.run.exit_code == 1
 
 
 def test_older_version_that_arrives_late_leaves_the_clock_running() -> None:
@@ -141,7 +141,7 @@ def test_older_version_that_arrives_late_leaves_the_clock_running() -> None:
     bench.publish(1, 1)
     bench.write_ends()
     bench.wait(PUBLISH_TIMEOUT_MS)
-    assert bench.state.failure == "the relay did not publish the weights of step 2"
+    assert bench.state.run.failure == "the relay did not publish the weights of step 2"
 
 
 def test_rejected_weights_are_loaded_once_more_then_the_replica_is_restarted() -> None:

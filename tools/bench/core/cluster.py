@@ -65,7 +65,7 @@ class Cluster(Bench):
         self.turn_s = 0.0  #: CPU seconds of the last turn
         self._links: dict[str, ClientLink] = {}
         self.start()
-        for t in list(self.state.trajectories.values()):
+        for t in list(self.state.work.trajectories.values()):
             if t.sibling:  # the first sibling of each group stays dispatched
                 self.say(t.replica, self.begun(t.id))
 
@@ -93,13 +93,13 @@ class Cluster(Bench):
             observer=lambda *_: None,
             limits=Limits(),
         )
-        names = list(self.state.actors)
+        names = list(self.state.members.actors)
         for first in range(0, len(names), FRAMES):
             some = names[first : first + FRAMES]
             self.turn([f for name in some for f in self._hello(name, self.boot_of(name))])
 
     def boot_of(self, name: str) -> str:
-        return self.state.actors[name].boot_id
+        return self.state.members.actors[name].boot_id
 
     def _hello(self, name: str, boot_id: str) -> list[Frame]:
         self._links[name] = ClientLink(

@@ -40,7 +40,8 @@ from typing import NamedTuple
 
 from laminar.coordinator.background import ForkedBackground
 from laminar.coordinator.system import RealDisk
-from laminar.core.state.state import Trajectory, hash_state
+from laminar.core.state.state import hash_state
+from laminar.core.state.work import Trajectory
 from laminar.eventlog.record import Takeover
 from laminar.eventlog.snapshot import write_snapshot
 from laminar.events import events as ev
@@ -143,7 +144,7 @@ def blocked(cluster: Cluster, directory: Path) -> Iterator[Figure]:
         for number in range(TIMES):
             state.seq += 1  # a snapshot is named after its event
             begun = time.process_time()
-            background.run(what, len(state.trajectories), do, answers.append)
+            background.run(what, len(state.work.trajectories), do, answers.append)
             found.append(1e3 * (time.process_time() - begun))
             while len(answers) <= number:
                 time.sleep(0.01)
@@ -174,7 +175,7 @@ def steady_us(cluster: Cluster) -> list[float]:
     """Return the microseconds per event while trajectories finish and are rewarded."""
     found = []
     for _ in range(TIMES):
-        some = min(len(cluster.state.trajectories) // 16, 2_048)
+        some = min(len(cluster.state.work.trajectories) // 16, 2_048)
         members = list(islice(each_running(cluster), some))
         begun, seq = 0.0, cluster.state.seq
         for make in (cluster.finished, cluster.rewarded):
@@ -188,7 +189,7 @@ def steady_us(cluster: Cluster) -> list[float]:
 
 
 def each_running(cluster: Cluster) -> Iterator[Trajectory]:
-    return (t for t in cluster.state.trajectories.values() if t.status == "running")
+    return (t for t in cluster.state.work.trajectories.values() if t.status == "running")
 
 
 # --- situations -----------------------------------------------------------------------------------

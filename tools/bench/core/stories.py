@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from laminar.core.state.state import Trajectory
 from laminar.core.state.transitions import IN_ENGINE
+from laminar.core.state.work import Trajectory
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Event
@@ -29,11 +29,11 @@ TIMES = 5
 def running(cluster: Cluster, status: str = "running") -> Iterator[Trajectory]:
     """Yield trajectories of that status, each on another replica, spread over the cluster."""
     state = cluster.state
-    busy = [name for name, replica in state.replicas.items() if replica.running]
+    busy = [name for name, replica in state.members.replicas.items() if replica.running]
     for name in busy[:: -max(len(busy) // (TIMES + 1), 1)]:
-        for trajectory_id in state.replicas[name].running:
-            if state.trajectories[trajectory_id].status == status:
-                yield state.trajectories[trajectory_id]
+        for trajectory_id in state.members.replicas[name].running:
+            if state.work.trajectories[trajectory_id].status == status:
+                yield state.work.trajectories[trajectory_id]
                 break
 
 
@@ -44,18 +44,18 @@ def some(cluster: Cluster) -> list[str]:
 
 def work_of(cluster: Cluster, name: str) -> list[Trajectory]:
     state = cluster.state
-    return [state.trajectories[t] for t in state.replicas[name].running]
+    return [state.work.trajectories[t] for t in state.members.replicas[name].running]
 
 
 def almost_a_batch(cluster: Cluster) -> Trajectory:
     """Reward a whole batch except one trajectory, which is finished and returned."""
     state = cluster.state
-    groups = [g for g in state.groups.values() if g.purpose == "train" and g.status == "open"]
+    groups = [g for g in state.work.groups.values() if g.purpose == "train" and g.status == "open"]
     in_engine = [
-        g for g in groups if all(state.trajectories[m].status in IN_ENGINE for m in g.members)
+        g for g in groups if all(state.work.trajectories[m].status in IN_ENGINE for m in g.members)
     ]
     members = [
-        state.trajectories[m]
+        state.work.trajectories[m]
         for g in in_engine[: state.settings.groups_per_step]
         for m in g.members
     ]
@@ -68,7 +68,7 @@ def almost_a_batch(cluster: Cluster) -> Trajectory:
 
 def train(cluster: Cluster) -> ev.StepCompleted:
     """Complete a batch and return the event that it is trained."""
-    if cluster.state.batch is None:
+    if cluster.state.steps.batch is None:
         last = almost_a_batch(cluster)
         cluster.reward(last.id)
     return cluster.trained()
@@ -83,7 +83,7 @@ def newer_version(cluster: Cluster) -> int:
 
 def pulling(cluster: Cluster) -> Iterator[str]:
     """Yield replicas that have been ordered to pull the newest version, one after the other."""
-    version = cluster.state.newest_version
+    version = cluster.state.versions.newest
     if version < 1:
         version = newer_version(cluster)
     names = some(cluster)
@@ -91,7 +91,7 @@ def pulling(cluster: Cluster) -> Iterator[str]:
     for name in names:
         for t in work_of(cluster, name):
             cluster.finish(t.id)
-        if f"pull:{name}" in cluster.state.commands:
+        if f"pull:{name}" in cluster.state.orders.commands:
             yield name
 
 
@@ -123,7 +123,7 @@ def timer_progress(cluster: Cluster) -> Story:
 
 
 def timer_resume(cluster: Cluster) -> Story:
-    for name in list(cluster.state.lost_trajectories)[:TIMES]:
+    for name in list(cluster.state.work.lost)[:TIMES]:
         yield "", ev.TimerFired(timer=f"resume:{name}")
 
 
@@ -144,7 +144,7 @@ def timer_score(cluster: Cluster) -> Story:
 
 
 def batch_proposed(cluster: Cluster) -> Story:
-    yield "", ev.BatchProposed(step_index=cluster.state.batches_chosen, groups=())
+    yield "", ev.BatchProposed(step_index=cluster.state.steps.chosen, groups=())
 
 
 def drain_requested(cluster: Cluster) -> Story:
@@ -172,7 +172,7 @@ def actor_failed(cluster: Cluster) -> Story:
 
 def process_exited(cluster: Cluster) -> Story:
     for name in some(cluster):
-        actor = cluster.state.actors[name]
+        actor = cluster.state.members.actors[name]
         exited = ev.ProcessExited(actor=name, boot_id=actor.boot_id, code=-9, restarting=True)
         yield actor.node, exited
 
@@ -207,7 +207,9 @@ def step_completed(cluster: Cluster) -> Story:
 def trajectories_ended(cluster: Cluster) -> Story:
     cluster.say("trainer-0", train(cluster))
     ends = [
-        o for o in cluster.state.commands.values() if isinstance(o.command, cmd.EndTrajectories)
+        o
+        for o in cluster.state.orders.commands.values()
+        if isinstance(o.command, cmd.EndTrajectories)
     ]
     yield "store-0", cluster.written(ends[0])
 
@@ -250,7 +252,7 @@ def transfer_problem(cluster: Cluster) -> Story:
 
 def weights_loaded(cluster: Cluster) -> Story:
     for name in pulling(cluster):
-        yield name, cluster.loaded(cluster.state.newest_version)
+        yield name, cluster.loaded(cluster.state.versions.newest)
 
 
 def weights_rejected(cluster: Cluster) -> Story:
@@ -304,7 +306,7 @@ def group_rewarded(cluster: Cluster) -> Story:
     """Reward the last sibling of a group, which makes the group ready."""
     for t in islice(running(cluster), TIMES):
         state = cluster.state
-        members = [state.trajectories[m] for m in state.groups[t.group].members]
+        members = [state.work.trajectories[m] for m in state.work.groups[t.group].members]
         for member in members:
             cluster.finish(member.id)
             if member is not t:

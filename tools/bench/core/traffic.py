@@ -311,7 +311,7 @@ class Traffic:
         self._later(self._peers["relay-0"], delay_ns, published)
 
     def _load(self, peer: Peer) -> None:
-        version = self.tick.machine.state.newest_version
+        version = self.tick.machine.state.versions.newest
         loaded = ev.WeightsLoaded(
             version=version,
             step=self._steps[version],

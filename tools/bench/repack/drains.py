@@ -21,9 +21,10 @@ from laminar.core.repack import stragglers
 from laminar.core.scheduling import admission
 from laminar.core.scheduling.admission import NotAdmittedReason
 from laminar.core.state import indexes
+from laminar.core.state.members import Replica
+from laminar.core.state.migrations import StayReason
 from laminar.core.state.replica_index import Kind
-from laminar.core.state.state import Replica, State
-from laminar.core.state.straggler_load import StayReason
+from laminar.core.state.state import State
 
 _why_not_admitted, _plan_pull = admission.find_not_admitted_reason, loading.plan_pull
 _why_nothing_newer = stragglers._find_not_newer_reason

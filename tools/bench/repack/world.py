@@ -103,7 +103,7 @@ class RepackWorld:
             self._obey(seq * COMMANDS_PER_EVENT_MAX + number, command)
 
     def _say(self, name: str, event: Event) -> None:
-        self._hear(name, self.machine.state.actors[name].incarnation, event)
+        self._hear(name, self.machine.state.members.actors[name].incarnation, event)
 
     def _obey(self, command_id: int, command: Command) -> None:
         if isinstance(command, cmd.GenerateTrajectory):
@@ -282,7 +282,7 @@ class RepackWorld:
         self._after(GAUGE_S, self._gauge, replica)
 
     def _load(self, name: str) -> None:
-        version = self.machine.state.newest_version
+        version = self.machine.state.versions.newest
         loaded = ev.WeightsLoaded(
             version=version,
             step=self._step_of[version],
@@ -309,7 +309,7 @@ class RepackWorld:
     def _train(self, command: cmd.TrainStep) -> None:
         self.meter.train_begins(self.now)
         rows, step = command.trajectories, command.step_index
-        known = self.machine.state.trajectories
+        known = self.machine.state.work.trajectories
         ages = [step - known[t].step for t in rows]
         totals = [self._totals[t] for t in rows]
         aged = sum(age * tokens for age, tokens in zip(ages, totals, strict=True))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import laminar
 from tools.kit.sim_worlds import PACKED, config
-from tools.simulator.config import SimConfig, load
+from tools.simulator.config import Choices, load
 from tools.simulator.faults.faults import KINDS
 from tools.simulator.run import run_seed
 
@@ -36,7 +36,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def _swarm(words: list[str]) -> SimConfig:
+def _swarm(words: list[str]) -> Choices:
     pairs = [word.partition("=") for word in words]
     faults = [name for name, equals, _ in pairs if not equals]
     changes = {key: int(v) if v.isdigit() else v for key, equals, v in pairs if equals}

@@ -197,12 +197,7 @@ class LossyLink(RuleBasedStateMachine):
     def admit(self, hello):
         last = len(self.record[hello.boot_id]) if self.with_record else None
         return ServerLink(
-            hello,
-            server_boot=self.next_boot("s"),
-            incarnation=1,
-            now_ns=self.now,
-            last_seq=last,
-            limits=LIMITS,
+            hello, server_boot=self.next_boot("s"), incarnation=1, last_seq=last, limits=LIMITS
         )
 
     # Invariants at every moment.

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from tools.check.rows.base import Figure, Gate, Row
-from tools.simulator.config import SimConfig, load
+from tools.simulator.config import Choices, load
 from tools.simulator.coverage import EXPECTED, Coverage
 from tools.simulator.faults.faults import KINDS, WEATHER
 from tools.simulator.run import Outcome, run_seeds, story
@@ -41,8 +41,8 @@ REPLAY_SECONDS = 20.0
 class Swarm:
     """Totals of many simulated runs."""
 
-    def __init__(self, config: SimConfig) -> None:
-        self.config = config
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
         self.runs = self.events = self.trajectories = self.replays = self.failed = 0
         self.broken: list[Outcome] = []
         self.coverage = Coverage()
@@ -64,7 +64,7 @@ class Swarm:
         lines = []
         for outcome in self.broken[:5]:
             lines += [f"seed {outcome.seed} broke {outcome.invariant}: {outcome.details}"]
-            lines += [f"  {line}" for line in story(self.config, outcome)[-10:]]
+            lines += [f"  {line}" for line in story(self.choices, outcome)[-10:]]
             again = f"-c configs/{SMALL.name} --seed {outcome.seed} --events"
             lines += [f"  python -m tools.simulator {again}"]
         return "\n".join(lines)

@@ -17,7 +17,8 @@ import msgspec
 from laminar.events import codec
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Event, WireError
+from laminar.events.base import Command, Event
+from laminar.events.families import WireError
 from laminar.net import frames
 from laminar.storage import messages as store
 from laminar.weights import messages as relay

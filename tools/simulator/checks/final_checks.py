@@ -15,7 +15,7 @@ from laminar.eventlog.record import EventRecord
 from laminar.eventlog.replay import replay_records
 from laminar.eventlog.snapshot import read_snapshots
 from laminar.events.base import Command, Settings, Stamped
-from laminar.events.reasons import FinishReason
+from laminar.events.reasons import DropReason, EndKind, FinishReason
 from laminar.storage import books
 from laminar.storage.rules import Row, decode_reward
 from tools.simulator.checks.safety import Checks
@@ -46,7 +46,7 @@ class AllChecks(Checks):
         if not _may_stay_open(world, state):
             books_are_closed(state, rows)
             self.prompts.every_prompt_ends(state)
-        if state.failed is None:
+        if state.run.failed is None:
             two_books(state, rows, self.training.book)
             work_is_done(state)
         events_once(self, disk)
@@ -66,9 +66,9 @@ def groups_are_filtered(settings: Settings, rows: dict[str, Row]) -> None:
     """Check that exactly the groups without variance are dropped, and none without a filter."""
     flat, kept = dict[str, list[float]](), dict[str, list[float]]()
     for row in rows.values():
-        if row.end_reason == "no-variance":
+        if row.end_reason == DropReason.NO_VARIANCE:
             flat.setdefault(row.group_id, []).append(_measured(settings, row))
-        elif row.end == "trained" or row.end_reason == "mismatch":
+        elif row.end == EndKind.TRAINED or row.end_reason == DropReason.MISMATCH:
             kept.setdefault(row.group_id, []).append(_measured(settings, row))
     metric = settings.filter_metric
     for group, values in flat.items():
@@ -90,14 +90,14 @@ def _measured(settings: Settings, row: Row) -> float:
 def _may_stay_open(world: World, state: State) -> bool:
     """Return whether the run failed and a fault ended the store (writer of ends) or its node."""
     store = next(process for process in world.processes.values() if process.role == "store")
-    subject = state.failed.subject if state.failed is not None else ""
+    subject = state.run.failed.subject if state.run.failed is not None else ""
     lost = world.faults.has_lost(store) or subject in (store.name, store.node)
-    return state.failed is not None and lost
+    return state.run.failed is not None and lost
 
 
 def books_are_closed(state: State, rows: dict[str, Row]) -> None:
     """Check that nothing is live and that every row of the store has an end."""
-    ledger = state.ledger
+    ledger = state.work.ledger
     for name, book in (("groups", ledger.groups), ("trajectories", ledger.trajectories)):
         if book.live:
             raise Violation("books_are_closed", f"{book.live} {name} have no end")
@@ -117,7 +117,7 @@ def store_agrees_with_itself(world: World) -> None:
 
 def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> None:
     """Check that the ledger, the store's rows and the trainer's book, kept separately, agree."""
-    ledger, ends = state.ledger, [row.end for row in rows.values()]
+    ledger, ends = state.work.ledger, [row.end for row in rows.values()]
     tokens = sum(row.num_tokens + row.tokens_lost for row in rows.values())
     claims = (
         ("issued", ledger.trajectories.issued, len(ends)),
@@ -138,12 +138,14 @@ def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> N
 
 def work_is_done(state: State) -> None:
     """Check that a run that was not asked to stop has made its steps and its last evaluation."""
-    if state.draining:
+    if state.run.draining:
         return
     total = state.settings.total_steps
-    if total and state.steps_completed != total:
-        raise Violation("work_is_done", f"{state.steps_completed} of {total} steps are completed")
-    if state.num_eval and not (state.evaluations and state.evaluations[-1].final):
+    if total and state.steps.completed != total:
+        raise Violation("work_is_done", f"{state.steps.completed} of {total} steps are completed")
+    if state.data.num_eval and not (
+        state.evaluations.results and state.evaluations.results[-1].final
+    ):
         raise Violation("work_is_done", "the last evaluation is missing")
 
 

@@ -45,13 +45,15 @@ def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:
     if not isinstance(stamped.event, ev.TimerFired):
         return
     kind, name = keys.parse_timer(stamped.event.timer)
-    overdue = kind == keys.TimerKind.RECEIVE and name in state.relay_chain
-    position = state.relay_chain.index(name) if overdue else 0
-    if not position or keys.restart_key(name) in state.commands:
+    overdue = kind == keys.TimerKind.RECEIVE and name in state.members.relay_chain
+    position = state.members.relay_chain.index(name) if overdue else 0
+    if not position or keys.restart_key(name) in state.orders.commands:
         return
-    relay, before = state.relays[name], state.relays[state.relay_chain[position - 1]]
-    if relay.newest < state.newest_version <= before.newest:
-        what = (
-            f"version {state.newest_version} did not arrive from {before.name}, and no process acts"
-        )
+    relay, before = (
+        state.members.relays[name],
+        state.members.relays[state.members.relay_chain[position - 1]],
+    )
+    if relay.newest < state.versions.newest <= before.newest:
+        newest = state.versions.newest
+        what = f"version {newest} did not arrive from {before.name}, and no process acts"
         raise Violation("late_transfer_has_an_end", what, name)

@@ -18,7 +18,7 @@ from laminar.core.state.indexes import indexes_of
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
+from laminar.events.base import Command, Event, Stamped
 from laminar.names.roles import Role
 from tools.simulator.runtime.violation import Violation
 from tools.simulator.scheduler import MS
@@ -30,6 +30,7 @@ _LOSSES = (
     FailureKind.REPLICAS_LOST,
 )  # fmt: skip
 """Losses of a process that its node might restart."""
+_END_TIMERS = keys.deadline_timer(keys.CommandKey("end:"))
 SILENT = 0.75  #: part of the short lease after which a machine counts as silent, with a margin
 
 
@@ -52,7 +53,7 @@ class Leases:
         """Take over the silent nodes and members of a coordinator that has recovered."""
         self._membership = (-1, -1)
         if machine.started:
-            silent = [a.name for a in machine.state.actors.values() if a.alive and a.silent]
+            silent = [a.name for a in machine.state.members.actors.values() if a.alive and a.silent]
             self.silent_nodes = dict.fromkeys(silent)
             self._note_members(machine.state)
 
@@ -75,8 +76,8 @@ class Leases:
         event = stamped.event
         for command in commands:
             if isinstance(command, cmd.RestartActor):
-                self._writes_in_time(command)
-                self._ordered[command.actor] = state.actors[command.actor].incarnation
+                self._writes_in_time(stamped.event, command)
+                self._ordered[command.actor] = state.members.actors[command.actor].incarnation
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
             self._most_are_heard(event.actor, event.silent_ms)
@@ -99,13 +100,13 @@ class Leases:
 
     def _note_joined(self, state: State, event: ev.ActorJoined) -> None:
         """Clear the silence of a node when its replacement has joined."""
-        actor = state.actors.get(event.name)
+        actor = state.members.actors.get(event.name)
         if actor is not None and actor.boot_id == event.boot_id:  # it was not refused
             self.silent_nodes.pop(event.name, None)
 
     def _lease_ran_out(self, state: State, name: str, incarnation: int) -> None:
         """Check lease_ran_out: only a process silent for a lease is declared lost or silent."""
-        actor = state.actors.get(name)
+        actor = state.members.actors.get(name)
         if actor is None or actor.incarnation != incarnation:
             return  # replaced since
         lease_ns, silent_ns = self._lease_ns(actor.role), self._silent_ns(actor.boot_id)
@@ -120,7 +121,7 @@ class Leases:
         Once they are heard again, all have another lease.
         """
         scenario = self._world.scenario
-        if silent_ms >= scenario.node_lease_ms:  # at least, since milliseconds are whole
+        if silent_ms >= self._world.config.coordinator.node_lease_ms:  # milliseconds are whole
             return
         ago_ns = self._world.scheduler.now - self._most_until_ns
         # measured from the start of its present lease, since leases may have restarted already
@@ -166,17 +167,17 @@ class Leases:
         The node may resume and restart the process. Its own messages may arrive before the next
         look at the leases finds that it is heard.
         """
-        failed = state.failed
+        failed = state.run.failed
         if failed is None or failed.cause != stamped.seq or failed.kind not in _LOSSES:
             return
-        node = state.actors[failed.subject].node
+        node = state.members.actors[failed.subject].node
         waited = isinstance(stamped.event, ev.TimerFired) or stamped.peer == node
         if node in self.silent_nodes and not waited:
             raise Violation("silent_node_is_waited_for", failed.sentence, node)
 
-    def _writes_in_time(self, order: cmd.RestartActor) -> None:
+    def _writes_in_time(self, event: Event, order: cmd.RestartActor) -> None:
         """Check store_writes_in_time: a store with heartbeats writes, unless its disk is full."""
-        overdue = order.reason.startswith(cmd.EndTrajectories.__name__)
+        overdue = isinstance(event, ev.TimerFired) and event.timer.startswith(_END_TIMERS)
         if overdue and not self._world.database.full:
             raise Violation("store_writes_in_time", order.reason, order.actor)
 
@@ -186,17 +187,17 @@ class Leases:
         order, _, name = subject.partition(":")
         if (kind, order) != (keys.TimerKind.COMMAND, "restart"):
             return
-        actor = state.actors[name]
+        actor = state.members.actors[name]
         if actor.alive and actor.incarnation == self._ordered.get(name):
             what = f"{actor.node} did not restart {name}, which counts as alive"
             raise Violation("overdue_restart", what, name)
 
     def _note_members(self, state: State) -> None:
-        membership = (indexes_of(state).num_alive, state.next_incarnation)
+        membership = (indexes_of(state).num_alive, state.members.next_incarnation)
         if membership != self._membership:
             self._membership = membership
             self._members = {}
-            for actor in state.actors.values():
+            for actor in state.members.actors.values():
                 if actor.alive:
                     self._members.setdefault(actor.node, []).append((actor.boot_id, actor.role))
 

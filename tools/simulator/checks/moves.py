@@ -14,8 +14,9 @@ import math
 from collections.abc import Mapping
 
 from laminar.core.state import keys
-from laminar.core.state.state import State, Trajectory
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus
+from laminar.core.state.work import Trajectory
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
@@ -77,7 +78,7 @@ class Moves:
         Evaluation samples never migrate, other trajectories at most `MOVES_MAX` times.
         """
         for item in order.items:
-            trajectory = state.trajectories[item.trajectory_id]
+            trajectory = state.work.trajectories[item.trajectory_id]
             found = self._why_not(trajectory, state)
             if found:
                 what = f"{order.to} releases {trajectory.id}: {found}"
@@ -95,7 +96,7 @@ class Moves:
             return (
                 f"waited for {trajectory.batch_timeouts} times, {trajectory.deaths} replicas died"
             )
-        evaluated = state.groups[trajectory.group].purpose == Purpose.EVAL
+        evaluated = state.work.groups[trajectory.group].purpose == Purpose.EVAL
         return "it is an evaluation sample" if evaluated else ""
 
 
@@ -107,7 +108,7 @@ def _share(state: State) -> int:
     """Return the number of new groups that a replica may run at a time: an equal part for each."""
     settings = state.settings
     admitted = settings.groups_per_step * (settings.max_staleness + 1)
-    return math.ceil(admitted / len(state.live_replicas()))
+    return math.ceil(admitted / len(state.members.live_replicas()))
 
 
 def share_is_kept(commands: list[Command], state: State) -> None:
@@ -122,7 +123,7 @@ def share_is_kept(commands: list[Command], state: State) -> None:
             placed.setdefault(command.to, []).append(new)
     for name in (name for name, new in placed.items() if any(new)):
         later = placed[name][::-1].index(True)
-        running = len(state.replicas[name].running) - later
+        running = len(state.members.replicas[name].running) - later
         most = state.settings.group_size * _share(state)
         if running > most:
             what = f"{name} was given new groups and runs {running} trajectories of {most}"
@@ -134,15 +135,17 @@ def _emptied_has_new_work(emptied: int, state: State) -> None:
     settings = state.settings
     unchosen = sum(
         group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY)
-        for group in state.groups.values()
+        for group in state.work.groups.values()
     )
-    steps = state.newest_step + settings.max_staleness - state.batches_chosen + 1
+    steps = state.versions.newest_step + settings.max_staleness - state.steps.chosen + 1
     allowed = settings.groups_per_step * steps - unchosen
     if settings.total_steps:
-        left = settings.groups_per_step * (settings.total_steps - state.batches_chosen) - unchosen
+        left = settings.groups_per_step * (settings.total_steps - state.steps.chosen) - unchosen
     else:
         left = (
-            settings.total_epochs * state.num_train - state.cursor + len(state.unfinished_prompts)
+            settings.total_epochs * state.data.num_train
+            - state.data.cursor
+            + len(state.data.unfinished_prompts)
         )
     if emptied * min(settings.groups_per_version, _share(state)) > min(allowed, left):
         what = f"{emptied} replicas are emptied for {min(allowed, left)} new groups"

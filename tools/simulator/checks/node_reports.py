@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from laminar.core.members.membership import OTHER_NODE
 from laminar.core.state import keys
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
@@ -50,9 +51,9 @@ class NodeReports:
         for command in commands:
             if not isinstance(event, ev.ActorJoined) or not isinstance(command, cmd.RefuseActor):
                 continue
-            node = state.actors.get(event.node)
+            node = state.members.actors.get(event.node)
             its_own = node is not None and node.alive and node.boot_id == event.node_boot
-            if its_own and "has started this process" in command.reason:
+            if its_own and command.reason == OTHER_NODE.format(event.node):
                 what = f"{event.boot_id} of {event.node_boot} is refused: {command.reason}"
                 raise Violation("own_processes_are_taken", what, event.name)
 
@@ -60,7 +61,7 @@ class NodeReports:
         """Note the boot ids of the processes that the coordinator orders restarted."""
         for command in commands:
             if isinstance(command, cmd.RestartActor):
-                self._told.add(state.actors[command.actor].boot_id)
+                self._told.add(state.members.actors[command.actor].boot_id)
 
     def killed(self, node: Process, boot_id: str) -> None:
         """Check order_ends_whom_it_means: a node kills only the boot that the order means."""
@@ -70,12 +71,16 @@ class NodeReports:
 
     def failed(self, stamped: Stamped, state: State) -> None:
         """Check machine_comes_back: no run fails for lack of a node that could be restarted."""
-        event, failed = stamped.event, state.failed
+        event, failed = stamped.event, state.run.failed
         if failed is None or not isinstance(event, ev.TimerFired):
             return
         kind, _ = keys.parse_timer(event.timer)
         process = self._world.processes.get(failed.subject)
-        if kind != keys.TimerKind.REJOIN or process is None or state.is_actor_alive(process.node):
+        if (
+            kind != keys.TimerKind.REJOIN
+            or process is None
+            or state.members.is_actor_alive(process.node)
+        ):
             return
         if not self._world.faults.is_gone(self._world.processes[process.node]):
             raise Violation("machine_comes_back", failed.sentence, process.node)

@@ -108,7 +108,7 @@ class Prompts:
         if index < len(self._again):
             return self._again[index]
         number = self._begin + index - len(self._again)
-        return ids.train_group(*divmod(number, self._scenario.num_train))
+        return ids.train_group(*divmod(number, self._scenario.world.num_train))
 
     def _end(self, seq: int, ending: cmd.TrajectoryEnding) -> None:
         """Check prompt_ends_once: every sibling is trained, or dropped with a reason."""
@@ -125,14 +125,14 @@ class Prompts:
 
     def every_prompt_ends(self, state: State) -> None:
         """Check that every sibling handed out has an end, and a complete run hands out all data."""
-        settings, num_train = self._scenario.settings, self._scenario.num_train
+        settings, num_train = self._scenario.settings, self._scenario.world.num_train
         for group in self._given:
             for sibling in range(settings.group_size):
                 trajectory = ids.make_trajectory_id(GroupId(group), sibling)
                 if trajectory not in self._ended:
                     what = f"{trajectory} was handed out but has no end"
                     raise Violation("every_prompt_ends", what, trajectory)
-        if settings.total_steps or state.draining or state.failure:
+        if settings.total_steps or state.run.draining or state.run.failure:
             return
         given = len(self._given)
         there = settings.total_epochs * num_train - self._begin + len(self._again)

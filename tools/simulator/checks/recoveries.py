@@ -54,6 +54,7 @@ _CAUSES_OF_RUN = {
     FailureKind.STOPPED_EARLY: ("DrainRequested",),
     FailureKind.NOT_STARTED: ("timer:start",),
     FailureKind.NEVER_JOINED: ("ProcessExited",),
+    FailureKind.USER_MISTAKE: ("ActorFailed", "TrainerReady"),
     FailureKind.PROCESS_FAILED: ("ActorFailed",),
     FailureKind.ENGINE_FAILS: ("ActorFailed",),
     FailureKind.NOT_PUBLISHED: ("timer:weights", "timer:command:publish"),
@@ -96,7 +97,7 @@ class Recoveries:
         for name in self._newly_dead(state):
             self._can_cause(PROCESS, name, cause)
         opened = Opened(stamped.seq, stamped.time_ns, cause)
-        self._keep(WORK, state.lost_trajectories, opened)
+        self._keep(WORK, state.work.lost, opened)
         self._await_process(stamped.event, commands, state, opened)
         self._await_load(stamped, state, opened)
         self._complete_in_time(stamped, state)
@@ -104,7 +105,7 @@ class Recoveries:
     def replayed(self, stamped: Stamped, state: State) -> None:
         """Note an event that a new coordinator replays; the old one may not have handled it."""
         opened = Opened(stamped.seq, stamped.time_ns, "")
-        self._keep(WORK, state.lost_trajectories, opened)
+        self._keep(WORK, state.work.lost, opened)
         if _has_failed_to_load(state, stamped.peer):
             self._open[LOAD].setdefault(stamped.peer, opened)
 
@@ -128,12 +129,14 @@ class Recoveries:
                     self._can_cause(WORK, name, cause if lost is None else lost.cause)
 
     def _newly_dead(self, state: State) -> list[str]:
-        membership = (indexes_of(state).num_alive, state.next_incarnation)
+        membership = (indexes_of(state).num_alive, state.members.next_incarnation)
         if membership == self._membership:
             return []
         known, came_back = self._dead, self._membership == (-1, -1)
         self._membership = membership
-        self._dead = {actor.name: None for actor in state.actors.values() if not actor.alive}
+        self._dead = {
+            actor.name: None for actor in state.members.actors.values() if not actor.alive
+        }
         return [] if came_back else [name for name in self._dead if name not in known]
 
     def _can_cause(self, kind: str, subject: str, cause: str) -> None:
@@ -159,7 +162,7 @@ class Recoveries:
         for command in commands:
             if isinstance(command, cmd.RestartActor):
                 awaited[command.actor] = opened
-        if isinstance(event, ev.ProcessExited) and event.actor in state.actors:
+        if isinstance(event, ev.ProcessExited) and event.actor in state.members.actors:
             awaited.pop(event.actor, None)
             if event.restarting and event.actor in self._dead:
                 awaited[event.actor] = opened
@@ -169,7 +172,9 @@ class Recoveries:
             awaited.clear()
         elif isinstance(event, ev.TimerFired):
             awaited.pop(event.timer.rpartition(":")[2], None)
-        for name in [n for n in awaited if not state.is_actor_alive(state.actors[n].node)]:
+        for name in [
+            n for n in awaited if not state.members.is_actor_alive(state.members.actors[n].node)
+        ]:
             del awaited[name]
 
     def _await_load(self, stamped: Stamped, state: State, opened: Opened) -> None:
@@ -182,7 +187,7 @@ class Recoveries:
             del failed[name]
 
     def _complete_in_time(self, stamped: Stamped, state: State) -> None:
-        if state.phase in _OVER or not self._world.faults.healed:
+        if state.run.phase in _OVER or not self._world.faults.healed:
             return
         if self._healed_ns < 0:
             self._healed_ns = stamped.time_ns
@@ -200,7 +205,7 @@ class Recoveries:
 
     def run_failed_for_a_cause(self, state: State) -> None:
         """Check that the failure of the run names a logged event of a kind that leads to it."""
-        failed = state.failed
+        failed = state.run.failed
         if failed is None or failed.kind == FailureKind.NO_VARIANCE:
             return
         cause = next((kind_of(s.event) for s in self._logged() if s.seq == failed.cause), "")
@@ -215,9 +220,9 @@ class Recoveries:
 
 
 def _has_failed_to_load(state: State, name: str) -> bool:
-    replica = state.replicas.get(name)
+    replica = state.members.replicas.get(name)
     failed = replica is not None and replica.failed_loads > 0
-    return failed and keys.restart_key(name) not in state.commands
+    return failed and keys.restart_key(name) not in state.orders.commands
 
 
 def _longest_ms(kind: str, settings: Settings) -> int:

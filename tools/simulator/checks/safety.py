@@ -109,7 +109,8 @@ class Checks:
         self._note(stamped, commands)
         self.durability.logged(len(commands), bool(commands or stamped.peer_seq))
         self.no_command_to_fenced(stamped, commands, state)
-        reported_is_stored(stamped.event, self.world.rows, bool(self.world.scenario.call_semantics))
+        has_turns = self.world.scenario.settings.has_environment
+        reported_is_stored(stamped.event, self.world.rows, has_turns)
         self.released.observe(stamped.event, commands, self.world.rows)
         self.moves.observe(stamped, commands, state)
         self.joins_once(stamped, commands)
@@ -154,22 +155,22 @@ class Checks:
         self._until_full -= 1
         if self._until_full > 0:
             return
-        size = len(state.trajectories) + len(state.replicas)
-        self._until_full = self.world.scenario.checks.invariants_every or 1 + size // SMALL
+        size = len(state.work.trajectories) + len(state.members.replicas)
+        self._until_full = self.world.scenario.world.checks.invariants_every or 1 + size // SMALL
         state_is_sound(state, stamped.seq)
 
     def _note_progress(self, state: State) -> None:
         """Note the time if something that the run needs has completed."""
-        ledger = state.ledger
+        ledger = state.work.ledger
         ended = ledger.trajectories.issued - ledger.trajectories.live
-        now = (ended + state.steps_completed + state.newest_version, state.phase)
+        now = (ended + state.steps.completed + state.versions.newest, state.run.phase)
         if now != self._progress:
             self._progress, self.progress_ns = now, self.world.scheduler.now
 
     def no_command_to_fenced(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """Check that a message of a fenced process is refused by name and has no effect."""
         name = f"{type(stamped.event).__name__}: fenced"
-        refused, before = state.ignored.get(name, 0), self._refused.get(name, 0)
+        refused, before = state.run.ignored.get(name, 0), self._refused.get(name, 0)
         if refused != before:
             self._refused[name] = refused
         fenced = self._fenced.get((stamped.peer, stamped.incarnation))
@@ -213,7 +214,7 @@ class Checks:
     def _learn_fences(self, stamped: Stamped, state: State) -> None:
         event = stamped.event
         if isinstance(event, ev.ActorJoined):
-            actor = state.actors.get(event.name)
+            actor = state.members.actors.get(event.name)
             if actor is not None and actor.boot_id == event.boot_id:
                 before = self._newest.get(event.name)
                 if before is not None and before[1] < actor.incarnation:
@@ -225,7 +226,7 @@ class Checks:
             self._fence(self._keys[event.boot_id], "dead", stamped)
 
     def _note_failure(self, stamped: Stamped, state: State) -> None:
-        if state.failed is None:
+        if state.run.failed is None:
             self.failed_at = 0
         elif not self.failed_at:
             self.failed_at = stamped.seq
@@ -246,7 +247,7 @@ class Checks:
         elif isinstance(stamped.event, ev.TimerFired) and stamped.event.timer == keys.BATCH_TIMEOUT:
             waits = [
                 g.id
-                for g in state.groups.values()
+                for g in state.work.groups.values()
                 if g.status == GroupStatus.OPEN and g.purpose == Purpose.TRAIN
             ]
             self._idle_waits += bool(waits) and not store_orders.is_store_awaited(state)
@@ -314,7 +315,7 @@ class Checks:
         self._take_back(machine.state.seq if machine.started else 0)
         self._machine = machine
         self._idle_waits = 0
-        self._refused = Counter(machine.state.ignored if machine.started else {})
+        self._refused = Counter(machine.state.run.ignored if machine.started else {})
         self._recent.clear()
         self.durability.begin(disk)
         self.world.coverage.hit("log:taken-over" if machine.started else "log:begun")

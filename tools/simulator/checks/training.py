@@ -14,7 +14,6 @@ import xxhash
 
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.state import State
-from laminar.core.state.versions import step_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
@@ -83,12 +82,15 @@ class TrainingChecks:
     def observe(self, stamped: Stamped, state: State) -> None:
         """Note the steps that the log has; no other trainer may train them differently."""
         event = stamped.event
-        if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and state.checkpoint_paths:
-            self._kept[stamped.seq] = tuple(state.checkpoint_paths.values())
-        if state.paused and not self._is_paused:
+        if (
+            isinstance(event, ev.CheckpointSaved | ev.TrainerReady)
+            and state.versions.checkpoint_paths
+        ):
+            self._kept[stamped.seq] = tuple(state.versions.checkpoint_paths.values())
+        if state.run.paused and not self._is_paused:
             self._pauses(state)
-        self._is_paused = state.paused
-        if not isinstance(event, ev.StepCompleted) or state.steps_completed != event.step_index + 1:
+        self._is_paused = state.run.paused
+        if not isinstance(event, ev.StepCompleted) or state.steps.completed != event.step_index + 1:
             return
         order = self._orders.get(event.version)
         if event.step_index not in self._accepted and order is not None:
@@ -97,16 +99,16 @@ class TrainingChecks:
 
     def _pauses(self, state: State) -> None:
         """Check pause_saves: the last step is saved, if no fault has struck the trainer."""
-        newest = max(state.checkpoint_paths, default=-1)
-        steps = step_of(state, newest) if newest >= 0 else 0
+        newest = max(state.versions.checkpoint_paths, default=-1)
+        steps = state.versions.step_of(newest) if newest >= 0 else 0
         trainer = self.world.processes["trainer-0"]
-        struck = self.world.faults.explains(trainer) or state.export_version >= 0
-        if steps != state.steps_completed and not struck:
-            what = f"{state.steps_completed} steps are completed, but {steps} are saved"
+        struck = self.world.faults.explains(trainer) or state.versions.export >= 0
+        if steps != state.steps.completed and not struck:
+            what = f"{state.steps.completed} steps are completed, but {steps} are saved"
             raise Violation("pause_saves", what)
         self._paused = (
             steps,
-            str(RUN_DIR / state.checkpoint_paths[newest]) if newest >= 0 else "none",
+            str(RUN_DIR / state.versions.checkpoint_paths[newest]) if newest >= 0 else "none",
         )
 
     def take_back(self, seq: int) -> None:
@@ -116,11 +118,11 @@ class TrainingChecks:
 
     def none_to_go_on_from(self, state: State) -> None:
         """Check there_is_a_checkpoint: a run that failed for lack of a checkpoint had none."""
-        if state.failed is None or state.failed.kind != FailureKind.NO_CHECKPOINT:
+        if state.run.failed is None or state.run.failed.kind != FailureKind.NO_CHECKPOINT:
             return
         for path in next(reversed(self._kept.values()), ()):
             if str(RUN_DIR / path) not in self.lost:
-                what = f"no process removed {path}: {state.failed.sentence}"
+                what = f"no process removed {path}: {state.run.failed.sentence}"
                 raise Violation("there_is_a_checkpoint", what)
 
     def batch_fetched(self, step: int, samples: Sequence[TrainSample]) -> None:

@@ -48,7 +48,7 @@ class Effects:
         self.poison: tuple[int, ...] = ()  #: rows of prompts that kill every replica
         #: A pass over the data has a batch of other prompts; else each step would cost the deaths
         #: of several passes, and what runs next to the poison is blamed for them, too.
-        self.may_poison = world.scenario.num_train > world.scenario.settings.groups_per_step
+        self.may_poison = world.scenario.world.num_train > world.scenario.settings.groups_per_step
         self.reward_slow = 1.0  #: factor on the time that a reward takes
         #: stalled boots, and whether their node has yet to ignore the order to restart them
         self.stalled: dict[str, bool] = {}
@@ -93,15 +93,15 @@ class Effects:
         that is interrupted too often ends the run.
         """
         world, state = self.world, self.world.coordinator.state
-        starts_left = process.boot < min(world.scenario.max_restarts, TRAINER_LOSSES)
+        starts_left = process.boot < min(world.config.recovery.max_restarts, TRAINER_LOSSES)
         lives = process.alive and not process.stopping and not process.paused
-        resumes = bool(world.scenario.save_freq) and not world.checks.training.lost
+        resumes = bool(world.scenario.settings.save_freq) and not world.checks.training.lost
         return lives and starts_left and resumes and state is not None and not self.dead
 
     @property
     def can_begin_again(self) -> bool:
         """Whether the run can be resumed: all that a resume needs is on disk."""
-        kept = bool(self.world.scenario.save_freq) and not self.world.checks.training.lost
+        kept = bool(self.world.scenario.settings.save_freq) and not self.world.checks.training.lost
         return kept and not self.dead and self.world.coordinator.up
 
     def dies_at(self, process: Process, point: str) -> bool:
@@ -117,7 +117,7 @@ class Effects:
 
     @property
     def lease_s(self) -> float:
-        return self.world.scenario.lease_ms / 1000
+        return self.world.config.coordinator.lease_ms / 1000
 
     def lease_of_s(self, role: str) -> float:
         return self.world.scenario.lease_of_ms(role) / 1000

@@ -85,8 +85,8 @@ LATER = SILENCES | EXITS | STORE | TRAINER | RUN | CUTS
 class Faults(Effects):
     """All faults of one world, and when they strike."""
 
-    def __init__(self, world: World, config: FaultConfig) -> None:
-        seed = world.scenario.seed
+    def __init__(self, world: World) -> None:
+        seed, config = world.scenario.seed, world.scenario.world.faults
         chance = stream(seed, "faults")
         menu = [kind for kind in config.menu or UNTARGETED if kind in UNTARGETED]
         calm = chance.random() < config.calm_share
@@ -110,7 +110,7 @@ class Faults(Effects):
         if "poison-prompt" in self.active and not self.may_poison:
             self.active.remove("poison-prompt")
         if "poison-prompt" in self.active:
-            self.poison = (chance.randrange(world.scenario.num_train),)
+            self.poison = (chance.randrange(world.scenario.world.num_train),)
         self._targeted = [] if calm else self._drawn_targeted(config)
         if not calm:
             self._draw_later(config)

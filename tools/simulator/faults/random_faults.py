@@ -293,7 +293,7 @@ RECURRING: dict[str, Strike] = {
 
 def _disk_full_long(faults: Effects, chance: random.Random) -> None:
     """Fill the disk for several coordinators, but not until the supervisor gives up."""
-    _fill(faults, chance.uniform(5.0, 0.5 * faults.world.scenario.disk_full_timeout_s))
+    _fill(faults, chance.uniform(5.0, 0.5 * faults.world.config.coordinator.disk_full_timeout_s))
 
 
 def _disk_full_for_good(faults: Effects, chance: random.Random) -> None:

@@ -12,9 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from laminar.core.scheduling.groups import list_members
-from laminar.core.state.state import State, Trajectory
+from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus
 from laminar.core.state.transitions import IN_ENGINE
+from laminar.core.state.work import Trajectory
 from laminar.events import events as ev
 from laminar.events.base import Event
 from laminar.names import exit_codes
@@ -59,14 +60,14 @@ def _die(process: SimProcess, boot: int) -> None:
 
 def slow_down(faults: Effects, state: State, version: int) -> None:
     """Slow down all replicas that have this version."""
-    for replica in state.replicas.values():
+    for replica in state.members.replicas.values():
         if replica.version == version:
             faults.speed(faults.world.processes[replica.name], SLOW)
 
 
 def evaluated(state: State) -> Iterator[Trajectory]:
     """Yield all samples of the evaluation whose groups have no end yet."""
-    for group in state.groups.values():
+    for group in state.work.groups.values():
         if group.purpose == Purpose.EVAL and group.status == GroupStatus.OPEN:
             yield from list_members(state, group.id)
 

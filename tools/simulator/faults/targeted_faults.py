@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from laminar.core.scheduling.admission import groups_wanted
 from laminar.core.scheduling.groups import list_members
 from laminar.core.scheduling.recovery import DEATHS_MAX
-from laminar.core.state.state import State, Trajectory
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.state.transitions import IN_ENGINE, UNFINISHED
+from laminar.core.state.work import Trajectory
 from laminar.core.steps.batching import find_awaited_group, is_trainer_idle
 from laminar.events import events as ev
 from laminar.names import ids
@@ -107,8 +108,8 @@ class LastAnswer(TargetedFault):
 
 def _last_of_batch(state: State) -> Iterator[Trajectory]:
     """Yield the only missing sibling in the group that completes a batch."""
-    due = len(state.ready) + 1 >= state.settings.groups_per_step or groups_wanted(state) <= 0
-    if due and state.phase == Phase.RUNNING and is_trainer_idle(state):
+    due = len(state.work.ready) + 1 >= state.settings.groups_per_step or groups_wanted(state) <= 0
+    if due and state.run.phase == Phase.RUNNING and is_trainer_idle(state):
         group = find_awaited_group(state)
         missing = _unfinished(state, group.id) if group is not None else []
         if len(missing) == 1 and state.settings.group_size - 1 >= state.settings.min_scored:
@@ -117,16 +118,23 @@ def _last_of_batch(state: State) -> Iterator[Trajectory]:
 
 def _last_of_data(state: State) -> Iterator[Trajectory]:
     """Yield the unfinished siblings of the last prompt of the data."""
-    if state.phase != Phase.RUNNING or state.batch is not None or state.settings.total_steps:
+    if (
+        state.run.phase != Phase.RUNNING
+        or state.steps.batch is not None
+        or state.settings.total_steps
+    ):
         return
-    if groups_wanted(state) <= 0 and sum(state.deadlines.values()) == len(state.ready) + 1:
+    if (
+        groups_wanted(state) <= 0
+        and sum(state.work.deadlines.values()) == len(state.work.ready) + 1
+    ):
         group = find_awaited_group(state)
         if group is not None:
             yield from _unfinished(state, group.id)
 
 
 def _last_of_evaluation(state: State) -> Iterator[Trajectory]:
-    evaluation = state.evaluation
+    evaluation = state.evaluations.running
     if evaluation is not None and evaluation.done == evaluation.total - 1:
         yield from (t for t in evaluated(state) if t.status in UNFINISHED)
 
@@ -157,13 +165,13 @@ class DrainInPhase(TargetedFault):
 
     def look(self, state: State) -> None:
         if self._asked:
-            self.done = state.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
-            if state.phase == Phase.ENDING:
+            self.done = state.run.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+            if state.run.phase == Phase.ENDING:
                 self._ask(at_once=True)
             return
         if self._phase == Phase.EXPORTING:
             self._hold_up(state)
-        if state.phase == self._phase and self._ripe(state):
+        if state.run.phase == self._phase and self._ripe(state):
             self._asked, self.done = True, not self._asks_again
             self.struck()
             self._ask(at_once=False)
@@ -173,16 +181,16 @@ class DrainInPhase(TargetedFault):
 
     def _ripe(self, state: State) -> bool:
         if self._phase != Phase.RUNNING:
-            return state.evaluation is not None
-        if self.now < self.from_ns or state.batch is None:
+            return state.evaluations.running is not None
+        if self.now < self.from_ns or state.steps.batch is None:
             return False
-        return any(0 <= r.version < state.newest_version for r in state.replicas.values())
+        return any(0 <= r.version < state.versions.newest for r in state.members.replicas.values())
 
     def _hold_up(self, state: State) -> None:
         """Slow the evaluation of the last batches down, so that it still runs during the export."""
         near = groups_wanted(state) <= 2 * state.settings.groups_per_step
-        if near and state.evaluation is not None and not self.faults.healed:
-            slow_down(self.faults, state, state.evaluation.version)
+        if near and state.evaluations.running is not None and not self.faults.healed:
+            slow_down(self.faults, state, state.evaluations.running.version)
 
 
 TARGETED: dict[str, type[TargetedFault]] = {

@@ -10,7 +10,8 @@ import random
 from abc import abstractmethod
 
 from laminar.core.state import keys
-from laminar.core.state.state import Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from tools.simulator.faults.effects import EVERYBODY, Effects
 from tools.simulator.faults.targeted import HELD, TargetedFault, evaluated, hold_up_evaluation
 
@@ -32,7 +33,7 @@ class HandoverFault(TargetedFault):
     def look(self, state: State) -> None:
         if self.now < self.from_ns or not state.settings.repack_policy:
             return
-        for replica in state.replicas.values():
+        for replica in state.members.replicas.values():
             if replica.outgoing and self.is_due(state, replica):
                 return self.strike(state, replica)
 
@@ -51,7 +52,7 @@ class HandoverFault(TargetedFault):
 
     def soon(self) -> float:
         """Return random seconds, at most until the store has what is migrated."""
-        return self.chance.uniform(0, WAY_TO_THE_STORE) * self.world.scenario.delay_ms / 1000
+        return self.chance.uniform(0, WAY_TO_THE_STORE) * self.world.scenario.world.delay_ms / 1000
 
 
 class LostInHandover(HandoverFault):
@@ -103,10 +104,10 @@ class DestinationEnds(HandoverFault):
         return not _has_released(state, source)
 
     def strike(self, state: State, source: Replica) -> None:
-        destination = state.replicas.get(_destination(state, source))
+        destination = state.members.replicas.get(_destination(state, source))
         if destination is None:
             return
-        order = state.commands[keys.release_key(source.name)].command_id
+        order = state.orders.commands[keys.release_key(source.name)].command_id
         process = self.world.processes[destination.name]
         if order != self._held:
             self._held = order
@@ -160,7 +161,7 @@ class RelayInHandover(HandoverFault):
     kind = "relay-lost-in-hand-over"
 
     def is_due(self, state: State, source: Replica) -> bool:
-        return source.relay in state.relays
+        return source.relay in state.members.relays
 
     def strike(self, state: State, source: Replica) -> None:
         self.struck()
@@ -181,24 +182,26 @@ class EvaluationInHandover(HandoverFault):
         self._held = 0  #: order to release that is slowed down
 
     def look(self, state: State) -> None:
-        if state.evaluation is not None and not any(r.outgoing for r in state.replicas.values()):
-            self._known = state.evaluation.index
+        if state.evaluations.running is not None and not any(
+            r.outgoing for r in state.members.replicas.values()
+        ):
+            self._known = state.evaluations.running.index
             hold_up_evaluation(self.faults, state)
         super().look(state)
 
     def is_due(self, state: State, source: Replica) -> bool:
-        evaluation = state.evaluation
+        evaluation = state.evaluations.running
         if evaluation is not None and evaluation.index != self._known:
             return evaluation.version == source.version
-        waits = 0 <= state.evaluation_due <= source.version
+        waits = 0 <= state.evaluations.due <= source.version
         return waits and not _has_released(state, source)
 
     def strike(self, state: State, source: Replica) -> None:
-        evaluation = state.evaluation
+        evaluation = state.evaluations.running
         if evaluation is not None and evaluation.index != self._known:
             self._known = evaluation.index
             return self.struck()
-        order = state.commands[keys.release_key(source.name)].command_id
+        order = state.orders.commands[keys.release_key(source.name)].command_id
         if order != self._held:
             self._held = order
             release_s = state.settings.repack_release_timeout_ms / 1000
@@ -221,17 +224,17 @@ class PoisonInTail(HandoverFault):
 
     def strike(self, state: State, source: Replica) -> None:
         self.struck()
-        given = state.trajectories[next(iter(source.outgoing))]
-        self.faults.poison = (state.groups[given.group].row_index,)
+        given = state.work.trajectories[next(iter(source.outgoing))]
+        self.faults.poison = (state.work.groups[given.group].row_index,)
         self.done = True
 
 
 def _has_released(state: State, source: Replica) -> bool:
     """Return whether the source has released its trajectories, or its time to do so is over."""
-    return keys.release_key(source.name) not in state.commands
+    return keys.release_key(source.name) not in state.orders.commands
 
 
 def _destination(state: State, source: Replica) -> str:
     """Return the destination of the first trajectory that migrates; empty if unknown by now."""
     given = next(iter(source.outgoing))
-    return state.progress[given].destination or state.trajectories[given].replica
+    return state.repack.progress[given].destination or state.work.trajectories[given].replica

@@ -11,7 +11,8 @@ import random
 from abc import abstractmethod
 
 from laminar.core.state import keys
-from laminar.core.state.state import Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events.reasons import PullPurpose
 from tools.simulator.faults.effects import EVERYBODY, Effects
@@ -36,7 +37,7 @@ class LoadFault(TargetedFault):
     def look(self, state: State) -> None:
         if self.now < self.from_ns or not state.settings.in_flight:
             return
-        for replica in state.replicas.values():
+        for replica in state.members.replicas.values():
             order = loads_in_flight(state, replica)
             if order and order not in self._known:
                 self._known.add(order)
@@ -54,8 +55,8 @@ class LoadFault(TargetedFault):
 
     def soon(self) -> float:
         """Return random seconds, at most until the weights are verified."""
-        scenario = self.world.scenario
-        return self.chance.uniform(0, LOAD) * (scenario.load_s + 4 * scenario.delay_ms / 1000)
+        world = self.world.scenario.world
+        return self.chance.uniform(0, LOAD) * (world.load_s + 4 * world.delay_ms / 1000)
 
 
 class LostInLoad(LoadFault):
@@ -69,7 +70,7 @@ class LostInLoad(LoadFault):
 
     def look(self, state: State) -> None:
         for name, version in self._loading.items():
-            replica = state.replicas.get(name)
+            replica = state.members.replicas.get(name)
             if replica is None or (replica.version >= version and replica.running):
                 self._loading.pop(name)
                 return self._lose_later(name)
@@ -82,7 +83,7 @@ class LostInLoad(LoadFault):
         elif when == "in":
             self.faults.later(self.soon(), self._lose_later, replica.name)
         else:
-            self._loading[replica.name] = state.newest_for(replica)
+            self._loading[replica.name] = state.members.newest_for(replica)
             self.done = False
 
     def _lose_later(self, name: str) -> None:
@@ -141,18 +142,18 @@ class EvaluationInLoad(LoadFault):
     def look(self, state: State) -> None:
         if self.now < self.from_ns or not state.settings.in_flight:
             return
-        found = {r.name: loads_in_flight(state, r) for r in state.replicas.values()}
+        found = {r.name: loads_in_flight(state, r) for r in state.members.replicas.values()}
         loading = {name: order for name, order in found.items() if order}
-        evaluation = state.evaluation
+        evaluation = state.evaluations.running
         if evaluation is not None and evaluation.index != self._index:
             self._index = evaluation.index
             if loading:
                 self.struck()
-        elif state.evaluation_due >= 0:
+        elif state.evaluations.due >= 0:
             for name, order in list(loading.items())[1:]:
                 if order not in self._known:
                     self._known.add(order)
-                    self.strike(state, state.replicas[name])
+                    self.strike(state, state.members.replicas[name])
 
     def strike(self, state: State, replica: Replica) -> None:
         self.faults.pause(self.world.processes[replica.name], HELD * self.faults.lease_s)
@@ -160,7 +161,7 @@ class EvaluationInLoad(LoadFault):
 
 def loads_in_flight(state: State, replica: Replica) -> int:
     """Return the id of the unanswered order to load in flight; 0 if there is none."""
-    ordered = state.commands.get(keys.pull_key(replica.name))
+    ordered = state.orders.commands.get(keys.pull_key(replica.name))
     command = ordered.command if ordered is not None else None
     in_flight = isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT
     return ordered.command_id if ordered is not None and in_flight and replica.running else 0

@@ -23,33 +23,33 @@ TIMES = 2  #: most deaths of the machine in one phase
 
 
 def _training(state: State) -> bool:
-    return keys.TRAIN in state.commands
+    return keys.TRAIN in state.orders.commands
 
 
 def _publishing(state: State) -> bool:
-    return state.newest_version >= 0 and keys.WEIGHTS in state.timers
+    return state.versions.newest >= 0 and keys.WEIGHTS in state.orders.timers
 
 
 def _repeating(state: State) -> bool:
-    return keys.LOAD in state.commands or keys.REPEAT in state.commands
+    return keys.LOAD in state.orders.commands or keys.REPEAT in state.orders.commands
 
 
 def _starting(state: State) -> bool:
     """Return whether some processes have joined, the trainer among them, and not all are ready."""
-    return state.phase == Phase.STARTING and bool(indexes_of(state).roles.get(Role.TRAINER))
+    return state.run.phase == Phase.STARTING and bool(indexes_of(state).roles.get(Role.TRAINER))
 
 
 def _exporting(state: State) -> bool:
-    return keys.EXPORT in state.commands
+    return keys.EXPORT in state.orders.commands
 
 
 def _evaluating(state: State) -> bool:
-    return state.phase == Phase.FINAL_EVALUATION
+    return state.run.phase == Phase.FINAL_EVALUATION
 
 
 def _ending(state: State) -> bool:
     """Return whether the store is writing the last ends."""
-    return state.phase == Phase.ENDING and bool(state.groups)
+    return state.run.phase == Phase.ENDING and bool(state.work.groups)
 
 
 PHASES: tuple[Callable[[State], bool], ...] = (

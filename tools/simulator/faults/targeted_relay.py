@@ -41,9 +41,9 @@ class RelayWhilePublishing(TargetedFault):
         self._held_ns = 0
 
     def look(self, state: State) -> None:
-        if state.phase not in (Phase.RUNNING, Phase.EXPORTING) or self.now < self.from_ns:
+        if state.run.phase not in (Phase.RUNNING, Phase.EXPORTING) or self.now < self.from_ns:
             return
-        if keys.PUBLISH in state.commands:
+        if keys.PUBLISH in state.orders.commands:
             self._hold(state)
         elif self._held_ns:
             self.done = True  # another fault has lost it
@@ -53,7 +53,7 @@ class RelayWhilePublishing(TargetedFault):
 
     def _ripe(self, state: State) -> bool:
         """Return whether another batch comes before the relay is back, and one after it."""
-        under_way = sum(state.deadlines.values()) >= 2 * state.settings.groups_per_step
+        under_way = sum(state.work.deadlines.values()) >= 2 * state.settings.groups_per_step
         return (
             is_trainer_idle(state)
             and master_relay(state) is not None
@@ -72,7 +72,11 @@ class RelayWhilePublishing(TargetedFault):
             self.world.coordinator.report(ev.DrainRequested(reason="SIGINT"))
         elif self.way == "silent":
             self.done = master_relay(state) is None
-        elif batch_size(state) or state.phase == Phase.EXPORTING or self._held_for(HELD * lease_ns):
+        elif (
+            batch_size(state)
+            or state.run.phase == Phase.EXPORTING
+            or self._held_for(HELD * lease_ns)
+        ):
             self.done = True
             self.lose("relay-0")
 
@@ -86,13 +90,17 @@ class RelayInTransfer(TargetedFault):
     kind = "relay-lost-in-transfer"
 
     def look(self, state: State) -> None:
-        if self.now < self.from_ns or len(state.relay_chain) < 2 or state.phase != Phase.RUNNING:
+        if (
+            self.now < self.from_ns
+            or len(state.members.relay_chain) < 2
+            or state.run.phase != Phase.RUNNING
+        ):
             return
-        behind = [r.name for r in state.relays.values() if r.newest < state.newest_version]
+        behind = [r.name for r in state.members.relays.values() if r.newest < state.versions.newest]
         if behind:
             self.done = True
             self.struck()
-            self.lose(self.chance.choice([*state.relay_chain, *behind]))
+            self.lose(self.chance.choice([*state.members.relay_chain, *behind]))
 
 
 class RelayHoldsUp(TargetedFault):
@@ -107,12 +115,14 @@ class RelayHoldsUp(TargetedFault):
 
     def look(self, state: State) -> None:
         if not self._relay:
-            between = state.relay_chain[2:-1]  # relays not fed by the head
-            if not between or state.phase != Phase.RUNNING:
+            between = state.members.relay_chain[2:-1]  # relays not fed by the head
+            if not between or state.run.phase != Phase.RUNNING:
                 return
             self._relay = self.chance.choice(between)
             self.struck()
-        self.done = self._relay not in state.relays or self._relay == state.relay_chain[-1]
+        self.done = (
+            self._relay not in state.members.relays or self._relay == state.members.relay_chain[-1]
+        )
         process = self.world.processes[self._relay]
         self.faults.speed(process, 1.0 if self.done else SLOW_HOP)
 
@@ -132,7 +142,7 @@ class TransferNeverEnds(TargetedFault):
 
     def look(self, state: State) -> None:
         if not self._asked:
-            ripe = state.phase == Phase.RUNNING and len(state.relay_chain) > 1
+            ripe = state.run.phase == Phase.RUNNING and len(state.members.relay_chain) > 1
             self._asked = self.faults.sticks_next = ripe and self.now >= self.from_ns
         elif not self.faults.sticks_next:
             self.done = True
@@ -149,12 +159,16 @@ class PublishDiffers(TargetedFault):
     kind = "publish-differs"
 
     def look(self, state: State) -> None:
-        if self.now >= self.from_ns and state.phase == Phase.RUNNING and state.newest_version > 0:
+        if (
+            self.now >= self.from_ns
+            and state.run.phase == Phase.RUNNING
+            and state.versions.newest > 0
+        ):
             self.done = True
             self.struck()
             self.faults.differs_next = True
             self.lose("relay-0", "dies")
-            others = [name for name in state.relay_chain if name != "relay-0"]
+            others = [name for name in state.members.relay_chain if name != "relay-0"]
             if others and self.chance.random() < 0.5:
                 self.lose(self.chance.choice(others), "dies")
 
@@ -176,28 +190,28 @@ class PinLate(TargetedFault):
         self._tries = 3
 
     def look(self, state: State) -> None:
-        evaluation = state.evaluation
+        evaluation = state.evaluations.running
         if evaluation is None:
             if self._slow:
                 self._try_again()
-            elif state.evaluation_due >= 0 and not self._cut:
+            elif state.evaluations.due >= 0 and not self._cut:
                 self._cut_relays(state)
         elif self._cut:
             if not self._slow:
                 self._slow = True
                 slow_down(self.faults, state, evaluation.version)
                 self.faults.reward_slow = SLOW_REWARDS
-            believed = [r for r in state.relays.values() if evaluation.version in r.held]
+            believed = [r for r in state.members.relays.values() if evaluation.version in r.held]
             if believed and not any(self._holds(r.name, evaluation.version) for r in believed):
                 self.struck()
-                for replica in list(state.replicas.values()):
+                for replica in list(state.members.replicas.values()):
                     if replica.version == evaluation.version:
                         self.lose(replica.name, "dies")
                 self._try_again()
 
     def _cut_relays(self, state: State) -> None:
         self._cut = True
-        for name in state.relays:
+        for name in state.members.relays:
             duration_s = self.chance.uniform(1, 3) * self.faults.lease_s
             self.faults.cut(COORDINATOR, name, duration_s)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import random
 
 from laminar.core.state.indexes import indexes_of
-from laminar.core.state.state import Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events.reasons import PullPurpose
@@ -47,47 +48,49 @@ class VersionElsewhere(TargetedFault):
         return True
 
     def look(self, state: State) -> None:
-        if self.now < self.from_ns or state.phase != Phase.RUNNING:
+        if self.now < self.from_ns or state.run.phase != Phase.RUNNING:
             return
         if self._until_ns:
             self._wait(state)
         elif not self._works(state):
             self._begin(state)
         elif list(indexes_of(state).held.get(self.version, {})) == [self.relay] and any(
-            relay.newest > self.version for relay in state.relays.values()
+            relay.newest > self.version for relay in state.members.relays.values()
         ):
             self._lose_replicas(state)
 
     def _works(self, state: State) -> bool:
-        replica = state.replicas.get(self.victim)
+        replica = state.members.replicas.get(self.victim)
         return replica is not None and bool(replica.running) and replica.version == self.version
 
     def _begin(self, state: State) -> None:
-        found = next((r for r in state.replicas.values() if self._suits(state, r)), None)
-        if found is None or len(state.relays) < 2:
+        found = next((r for r in state.members.replicas.values() if self._suits(state, r)), None)
+        if found is None or len(state.members.relays) < 2:
             return
         self.victim, self.relay, self.version = found.name, found.relay, found.version
         self._tries -= 1
         self.done = self._tries < 0
         self.faults.speed(self.world.processes[found.name], SLOW)
-        for name in list(state.relay_chain):
+        for name in list(state.members.relay_chain):
             if name != found.relay:
                 self.lose(name, "dies")
 
     def _suits(self, state: State, replica: Replica) -> bool:
-        older = 0 <= replica.version < state.newest_version
+        older = 0 <= replica.version < state.versions.newest
         return (
-            older and bool(replica.running) and replica.version in state.list_held_versions(replica)
+            older
+            and bool(replica.running)
+            and replica.version in state.members.list_held_versions(replica)
         )
 
     def _lose_replicas(self, state: State) -> None:
         self._until_ns = self.now + seconds(2 * self.faults.lease_s)
-        for replica in list(state.replicas.values()):
+        for replica in list(state.members.replicas.values()):
             if replica.relay == self.relay or replica.version == self.version:
                 self.lose(replica.name)
 
     def _wait(self, state: State) -> None:
-        for outstanding in list(state.commands.values()):
+        for outstanding in list(state.orders.commands.values()):
             order = outstanding.command
             if not isinstance(order, cmd.PullWeights) or order.version != self.version:
                 continue
@@ -126,7 +129,7 @@ class CheckpointGone(VersionElsewhere):
     kind = "checkpoint-gone-in-fetch"
 
     def follow(self, state: State, order: cmd.PullWeights) -> bool:
-        if self.version not in state.checkpoint_paths:
+        if self.version not in state.versions.checkpoint_paths:
             return False
         self.world.lose_checkpoints()
         self.lose(self.relay, "dies")
@@ -139,7 +142,7 @@ class EvaluationElsewhere(VersionElsewhere):
     kind = "evaluation-elsewhere"
 
     def _suits(self, state: State, replica: Replica) -> bool:
-        groups = (state.groups[state.trajectories[t].group] for t in replica.running)
+        groups = (state.work.groups[state.work.trajectories[t].group] for t in replica.running)
         held_out = all(group.purpose == Purpose.EVAL for group in groups)
         return held_out and super()._suits(state, replica)
 

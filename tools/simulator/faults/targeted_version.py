@@ -13,7 +13,8 @@ from abc import abstractmethod
 from collections import Counter
 
 from laminar.core.state.indexes import indexes_of, master_relay
-from laminar.core.state.state import Replica, State
+from laminar.core.state.members import Replica
+from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase, TrajectoryStatus
 from laminar.core.state.transitions import IN_ENGINE
 from tools.simulator.faults.effects import Effects
@@ -52,19 +53,19 @@ class EvaluationOutOfReach(TargetedFault):
         self._removes, self._late = chance.random() < 0.5, chance.random() < 0.5
 
     def look(self, state: State) -> None:
-        evaluation = state.evaluation
-        if evaluation is None or len(state.relays) < 2:
+        evaluation = state.evaluations.running
+        if evaluation is None or len(state.members.relays) < 2:
             self.done = self._struck
-        elif evaluation.version >= state.newest_version:
+        elif evaluation.version >= state.versions.newest:
             hold_up_evaluation(self.faults, state)
         elif not self._relay:
-            self._relay = state.relay_chain[-1]
+            self._relay = state.members.relay_chain[-1]
             self.faults.reward_slow = SLOW_REWARDS
             for process in self._machine(state):
                 self.lose(process.name, "dies")
-        elif self._relay in state.relays:
-            has_weights = state.relays[self._relay].newest >= 0
-            here = any(r.relay == self._relay for r in state.live_replicas())
+        elif self._relay in state.members.relays:
+            has_weights = state.members.relays[self._relay].newest >= 0
+            here = any(r.relay == self._relay for r in state.members.live_replicas())
             self.done = here if self._late else has_weights
             if self.done:
                 return
@@ -74,7 +75,7 @@ class EvaluationOutOfReach(TargetedFault):
                 self._strike(state)
 
     def _machine(self, state: State) -> list[SimProcess]:
-        return self.world.children_of(state.relays[self._relay].node)
+        return self.world.children_of(state.members.relays[self._relay].node)
 
     def _hold_replicas(self, state: State, has_weights: bool) -> None:
         """Pause replicas until the relay has weights and a response waits for its reward."""
@@ -93,7 +94,7 @@ class EvaluationOutOfReach(TargetedFault):
         self.struck()
         if self._removes:
             self.world.lose_checkpoints()
-        for replica in state.live_replicas():
+        for replica in state.members.live_replicas():
             if replica.relay != self._relay:
                 self.lose(replica.name, "dies")
 
@@ -108,14 +109,14 @@ class OnlyOneOfItsVersion(TargetedFault):
         self._ways = chance.sample(WAYS, 3)
 
     def look(self, state: State) -> None:
-        if self.now < self.from_ns or state.phase != Phase.RUNNING:
+        if self.now < self.from_ns or state.run.phase != Phase.RUNNING:
             return
-        replicas = state.replicas.values()
+        replicas = state.members.replicas.values()
         idle = [r for r in replicas if not r.running and not r.loading and r.version >= 0]
         if not idle:
             return
         versions = Counter(r.version for r in replicas)
-        in_reach = {version for r in idle for version in state.list_held_versions(r)}
+        in_reach = {version for r in idle for version in state.members.list_held_versions(r)}
         for replica in replicas:
             if replica.running and versions[replica.version] == 1 and replica.version in in_reach:
                 self.from_ns = self.now + seconds(2 * self.faults.lease_s)
@@ -148,10 +149,10 @@ class OldVersion(TargetedFault):
         return _evaluation_ripe(state, self.victim[1])
 
     def look(self, state: State) -> None:
-        if self.now < self.from_ns or state.phase != Phase.RUNNING:
+        if self.now < self.from_ns or state.run.phase != Phase.RUNNING:
             return
         name, version = self.victim
-        replica = state.replicas.get(name)
+        replica = state.members.replicas.get(name)
         if replica is None or not replica.running or replica.version != version:
             self._begin(state)
         elif master_relay(state) is None or version in indexes_of(state).held:
@@ -165,25 +166,29 @@ class OldVersion(TargetedFault):
         candidates = self._candidates(state)
         if candidates and self.evaluates:
             hold_up_evaluation(self.faults, state)
-        victim = next((r for r in candidates if r.version < state.newest_version), None)
-        if victim is None or not state.relay_chain:
+        victim = next((r for r in candidates if r.version < state.versions.newest), None)
+        if victim is None or not state.members.relay_chain:
             return
         self.victim = victim.name, victim.version
         self._tries -= 1
         self.done = not self._tries
         self.faults.reward_slow = SLOW_REWARDS
         self.faults.speed(self.world.processes[victim.name], SLOW)
-        for relay in list(state.relay_chain):
+        for relay in list(state.members.relay_chain):
             self.lose(relay, "dies")
 
     def _candidates(self, state: State) -> list[Replica]:
         """Return the replicas that work with such a version."""
         working = [
-            r for r in state.replicas.values() if r.running and r.version in state.checkpoint_paths
+            r
+            for r in state.members.replicas.values()
+            if r.running and r.version in state.versions.checkpoint_paths
         ]
-        if not self.evaluates or not state.num_eval:
+        if not self.evaluates or not state.data.num_eval:
             return working
-        evaluated_version = state.evaluation.version if state.evaluation is not None else -1
+        evaluated_version = (
+            state.evaluations.running.version if state.evaluations.running is not None else -1
+        )
         return [r for r in working if r.version == evaluated_version]
 
 
@@ -206,7 +211,7 @@ class EvictedVersion(OldVersion):
     def strike(self, state: State) -> None:
         if self._removes:
             self.world.lose_checkpoints()
-        for victim in list(state.replicas) if self._all else [self.victim[0]]:
+        for victim in list(state.members.replicas) if self._all else [self.victim[0]]:
             self.lose(victim)
 
 
@@ -222,16 +227,16 @@ class CheckpointOutdated(OldVersion):
         """Return whether a newer checkpoint that replaces this one is being written."""
         scenario = self.world.scenario
         oldest, newest = (
-            min(state.checkpoint_paths, default=-1),
-            max(state.checkpoint_paths, default=-1),
+            min(state.versions.checkpoint_paths, default=-1),
+            max(state.versions.checkpoint_paths, default=-1),
         )
-        full = len(state.checkpoint_paths) == scenario.max_ckpt_to_keep
-        freq = scenario.save_freq  # a fork without has the checkpoint that it began with
-        written = state.newest_version > newest and freq and state.newest_step % freq == 0
+        full = len(state.versions.checkpoint_paths) == scenario.config.trainer.max_ckpt_to_keep
+        freq = scenario.settings.save_freq  # a fork without has the checkpoint that it began with
+        written = state.versions.newest > newest and freq and state.versions.newest_step % freq == 0
         return bool(full and written and oldest == self.victim[1])
 
     def strike(self, state: State) -> None:
-        for replica in state.replicas.values():
+        for replica in state.members.replicas.values():
             if replica.version == self.victim[1]:
                 self.lose(replica.name, "dies")
             elif not replica.running:
@@ -249,7 +254,7 @@ class EvaluationStalls(OldVersion):
 
     def strike(self, state: State) -> None:
         self.world.lose_checkpoints()
-        for name in list(state.replicas):
+        for name in list(state.members.replicas):
             if name == self.victim[0]:
                 self.faults.stall(self.world.processes[name])
             else:
@@ -265,8 +270,8 @@ class NewestCheckpointDamaged(TargetedFault):
     def look(self, state: State) -> None:
         trainer = self.world.processes["trainer-0"]
         paths = [
-            str(RUN_DIR / state.checkpoint_paths[version])
-            for version in sorted(state.checkpoint_paths)
+            str(RUN_DIR / state.versions.checkpoint_paths[version])
+            for version in sorted(state.versions.checkpoint_paths)
         ]
         whole = [path for path in paths if path in self.world.models]
         if self.now < self.from_ns or len(whole) < 2 or whole[-1] != paths[-1]:
@@ -280,7 +285,7 @@ class NewestCheckpointDamaged(TargetedFault):
 
 def _evaluation_ripe(state: State, version: int) -> bool:
     """Return whether an evaluation of this version, if any, waits for a reward and a generation."""
-    if state.evaluation is None or state.evaluation.version != version:
+    if state.evaluations.running is None or state.evaluations.running.version != version:
         return True
     generated = any(trajectory.status in IN_ENGINE for trajectory in evaluated(state))
     return generated and _waits_for_reward(state)

@@ -101,7 +101,7 @@ class SimSlotWriter:
         """Populate a slot, or, as a fault, wait and raise for lack of memory."""
         world = self._process.world
         if world.faults.publish_fails():
-            await asyncio.sleep(2 * world.scenario.train_s * self._process.slow)
+            await asyncio.sleep(2 * world.config.emulation.train_s * self._process.slow)
             raise ArenaError("there is no memory for the slot")
 
     async def write(self, slot: int, specs: tuple[mf.TensorSpec, ...]) -> None:
@@ -167,7 +167,7 @@ class ReachableWeights:
     async def read_checkpoint(self, directory: Path, version: int) -> CheckpointCopy:
         """Return the copy of a checkpoint, which may be missing or, as a fault, corrupt."""
         world = self._world
-        duration_s = world.scenario.load_s * self._chance.uniform(1, 3)
+        duration_s = world.scenario.world.load_s * self._chance.uniform(1, 3)
         await asyncio.sleep(duration_s * self._process.slow)
         found = self._models.get(str(directory))
         if found is None or world.faults.corrupts_weights(self._process):

@@ -132,7 +132,7 @@ class SimMachine:
 
     async def sweep_stale_arenas(self) -> list[tuple[str, int]]:
         """Take over the arena of an earlier boot."""
-        await asyncio.sleep(self._chance.uniform(0, self.process.world.scenario.start_s))
+        await asyncio.sleep(self._chance.uniform(0, self.process.world.scenario.world.start_s))
         arenas, name = self._arenas, f"arena-{self.process.name}/"
         former = [path for path in arenas if path.startswith(name) and path != self.slots.path]
         for path in former:

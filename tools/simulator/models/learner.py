@@ -69,7 +69,7 @@ class SimTrainer(Idle):
         return Trainer(host, self, writer, files, SimBook(disk, self.chance))
 
     async def load(self) -> steps.ModelLayout:
-        await self.work(self.chance.uniform(0, self.scenario.start_s))
+        await self.work(self.chance.uniform(0, self.scenario.world.start_s))
         self._made(self.weights)
         return LAYOUT
 
@@ -77,7 +77,7 @@ class SimTrainer(Idle):
         self.world.checks.training.batch_fetched(step, samples)
         self.world.checks.contents.handed(samples, self._reward_failed(samples))
         known = self._lineage.outcomes.get(digest := steps.ids_digest(samples))
-        duration = self.scenario.train_s * self.chance.uniform(0.5, 1.5)
+        duration = self.scenario.config.emulation.train_s * self.chance.uniform(0.5, 1.5)
         await self.work(duration + self.world.faults.long_step_s())
         suspects, reason = known or self._outcome(samples)
         self._lineage.outcomes[digest] = suspects, reason

@@ -23,6 +23,7 @@ from laminar.engines.emulated.clock_engine import ClockEngine, EmulatedResponse
 from laminar.engines.emulated.fake_tokens import END_ID, make_prompt
 from laminar.engines.emulated.timing import P99_QUANTILE
 from laminar.engines.protocol import GenerateRequest, KvOnUpdate, TokenDelta, WeightSource
+from laminar.events.reasons import RewardOutcome
 from laminar.names import exit_codes
 from laminar.storage.rules import TOKEN_BYTES, Row
 from laminar.tasks.environments.turns import (
@@ -55,8 +56,8 @@ class ReplicaEngine(ClockEngine):
         super().__init__(
             replica.process,
             scenario.engine,
-            slots=scenario.slots,
-            kv_capacity=scenario.kv_capacity,
+            slots=scenario.config.rollout.max_num_seqs,
+            kv_capacity=scenario.world.kv_capacity,
             on_deltas=on_deltas,
             on_ends=partial(self._sim_loop.enter, on_deltas),
         )
@@ -97,7 +98,7 @@ class ReplicaEngine(ClockEngine):
         if refused is not None:
             return self._make_done_future(refused)
         replica = self._replica
-        duration_s = replica.scenario.load_s * replica.chance.uniform(0.5, 1.5)
+        duration_s = replica.scenario.world.load_s * replica.chance.uniform(0.5, 1.5)
         loaded: asyncio.Future[None] = self._loop.create_future()
         enter = self._sim_loop.enter
         replica.process.compute(duration_s, enter, self._loaded, loaded, source, on_update)
@@ -158,14 +159,14 @@ class Rewards:
 
     async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
         replica, faults = self._replica, self._replica.world.faults
-        duration_s = replica.scenario.score_s * replica.chance.uniform(0.5, 1.5)
+        duration_s = replica.scenario.world.score_s * replica.chance.uniform(0.5, 1.5)
         await asyncio.sleep(duration_s * faults.reward_slow * replica.process.slow)
         if faults.loses_reward_worker():
             raise RewardWorkerLost("killed by signal 9")
         tokens = [response for _, response in call.completions]
         if any(response in tokens for response in self._unscorable()):
             return [RewardResult(None, "unscored") for _ in tokens]
-        scores = replica.scenario.scores
+        scores = replica.scenario.world.scores
         return [_reward(response, scores, faults.reward_reason()) for response in tokens]
 
     def _unscorable(self) -> list[list[int]]:
@@ -182,8 +183,9 @@ class Rewards:
 
 def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
     """Return a score below `scores`, the same on every replica; 0 if the function failed."""
-    score = float(sum(tokens) % scores) if reason == "ok" else 0.0
-    return RewardResult(score, reason, "", {"half": score / 2} if reason == "ok" else {})
+    succeeded = reason == RewardOutcome.OK
+    score = float(sum(tokens) % scores) if succeeded else 0.0
+    return RewardResult(score, reason, "", {"half": score / 2} if succeeded else {})
 
 
 def _tailed(chance: random.Random, p99_to_median: float) -> float:
@@ -214,7 +216,7 @@ class Environments:
         self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
     ) -> NextTurn | TrajectoryDone:
         replica, session = self._replica, call.session
-        once = replica.scenario.call_semantics == "at-most-once"
+        once = replica.scenario.config.env.call_semantics == "at-most-once"
         known, answered = self._sessions.get(session.trajectory_id, (0, 0))
         if known != session.attempt:
             if once and (call.turn or call.stored):
@@ -239,10 +241,10 @@ class Environments:
         self._sessions.pop(trajectory_id, None)
 
     async def _pause(self) -> None:
-        replica = self._replica
-        scenario, spread = replica.scenario, replica.scenario.answer_p99_to_median
+        replica, world = self._replica, self._replica.scenario.world
+        answer_s, spread = world.answer_s, world.answer_p99_to_median
         share = _tailed(replica.chance, spread) if spread else replica.chance.uniform(0.5, 1.5)
-        await asyncio.sleep(scenario.answer_s * share * replica.process.slow)
+        await asyncio.sleep(answer_s * share * replica.process.slow)
 
 
 class Replica(Idle):
@@ -260,7 +262,7 @@ class Replica(Idle):
         super().__init__(process)
         self.rows, self.rewards = rows, Rewards(self)
         self.weights = ReachableWeights(process, self.chance, arenas, models)
-        self.environments = Environments(self) if process.world.scenario.call_semantics else None
+        self.environments = Environments(self) if process.world.config.env.path else None
         self.engine: ReplicaEngine | None = None
 
     def make_actor(self, host: Host) -> ActorRole:
@@ -269,7 +271,7 @@ class Replica(Idle):
     async def start_engine(
         self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
     ) -> ReplicaEngine:
-        await asyncio.sleep(self.chance.uniform(0, self.scenario.start_s))  # even if slow
+        await asyncio.sleep(self.chance.uniform(0, self.scenario.world.start_s))  # even if slow
         if self.world.faults.start_hangs():
             await asyncio.Event().wait()
         self.engine = ReplicaEngine(self, on_deltas)

@@ -34,8 +34,8 @@ class StoreProcess(Idle):
         return Store(host, lambda: self._database, self)
 
     async def load(self) -> LoadedPrompts:
-        await self._work(self.chance.uniform(0, self.scenario.start_s))
-        train, held_out = self.scenario.num_train, self.scenario.num_eval
+        await self._work(self.chance.uniform(0, self.scenario.world.start_s))
+        train, held_out = self.scenario.world.num_train, self.scenario.config.data.val_size
         return LoadedPrompts([_PROMPT] * train, [_PROMPT] * held_out, 0, DATA_DIGEST)
 
     async def tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from laminar.actors.host import ActorRole, Host
+from laminar.config import Config
 from laminar.events import commands as cmd
-from laminar.events.base import Command, Event, WireError
+from laminar.events.base import Command, Event
 from laminar.events.codec import decode_envelope, encode
+from laminar.events.families import WireError
 from laminar.names import exit_codes
 from laminar.net.calls import FLUSH_S, Handler
-from laminar.net.session import NEVER_NS, ClientLink, LinkClosed, LinkState
+from laminar.net.session import MS, NEVER_NS, ClientLink, LinkClosed, LinkState
 from laminar.training.trainer_state import CheckpointError
 from tools.simulator.context import Process
 from tools.simulator.runtime.loop import SimLoop
@@ -109,7 +111,8 @@ class Boot:
         self.run_id, self.bulk_key = "run", b"the key of the run"
         number = int(self.node.rpartition("-")[2])
         self.address = f"10.{number >> 8}.{number & 255}.1"
-        self.config, self.clock_offset_ns = world.config, 0
+        self.config: Config = world.config
+        self.clock_offset_ns = 0
         self.pid = 1000 + self.number
         self.log = Log(lambda what: world.coverage.hit(f"{self.role}:{what}"), self._raised)
         self.loop = SimLoop(self.now_ns, self.after, self._turned)  # type: ignore[abstract]
@@ -121,7 +124,7 @@ class Boot:
             self.name,
             self.role,
             self.boot_id,
-            heartbeat_ns=world.scenario.heartbeat_ns,
+            heartbeat_ns=world.config.coordinator.heartbeat_ms * MS,
             now_ns=world.scheduler.now,
             info={"node": self.node, "pid": str(self.pid), **started},
         )

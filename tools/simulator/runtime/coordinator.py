@@ -79,7 +79,7 @@ class SimCoordinator:
         self._closing_ns = NEVER_NS
         self._asked = False  #: whether the user asked to resume a stopped run
         self._limits = Limits()
-        self._quantum_ns = world.scenario.quantum_ns
+        self._quantum_ns = world.scenario.world.quantum_ms * MS
 
     @property
     def up(self) -> bool:
@@ -114,16 +114,16 @@ class SimCoordinator:
             run="simulated",
             seed=scenario.seed,
             config_hash="",
-            segment_bytes=scenario.segment_bytes,
-            snapshot_every=scenario.snapshot_every,
+            segment_bytes=scenario.world.segment_bytes,
+            snapshot_every=scenario.world.snapshot_every,
             keep_bytes=self.keep_bytes,
         )
         self.tick = Tick(
             found.machine,
             writer,
             boot=f"c{self.incarnations}",
-            lease_ms=scenario.lease_ms,
-            node_lease_ms=scenario.node_lease_ms,
+            lease_ms=scenario.config.coordinator.lease_ms,
+            node_lease_ms=scenario.config.coordinator.node_lease_ms,
             clock_ns=self.world.scheduler.now,
             observer=self._observe,
             limits=self._limits,
@@ -315,7 +315,7 @@ class SimCoordinator:
 
     def _after_turn(self, tick: Tick) -> None:
         now = self.world.scheduler.now
-        if tick.machine.state.phase == Phase.ENDED:
+        if tick.machine.state.run.phase == Phase.ENDED:
             self._closing_ns = min(self._closing_ns, now + FAREWELL_NS)
             if tick.everything_acknowledged or now >= self._closing_ns:
                 return self._close(tick)
@@ -333,7 +333,7 @@ class SimCoordinator:
             tick.log.close()
         except (PowerCut, DiskError, LogTaken) as error:
             return self._died(error)
-        if tick.machine.state.stopped:
+        if tick.machine.state.run.stopped:
             self._asked, self._closing_ns = True, NEVER_NS
             return self.world.begin_again()
         self.ended = True

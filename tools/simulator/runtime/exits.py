@@ -10,9 +10,9 @@ raises does not end a coordinator here: it violates the invariant nothing_raises
 
 from __future__ import annotations
 
-from laminar.coordinator.exit_reason import get_exit_code
+from laminar.coordinator.exit_reason import find_failure
 from laminar.coordinator.restarts import SERVED_S, GiveUp, Restart, Restarts
-from laminar.names import exit_codes
+from laminar.core.state.failures import FailureKind
 from tools.simulator.context import Context
 from tools.simulator.disk import PowerCut
 from tools.simulator.runtime.violation import Violation
@@ -28,7 +28,7 @@ class Exits:
 
     def reset(self) -> None:
         """Start over with a new supervisor."""
-        self._restarts = Restarts(0.0, self._world.scenario.disk_full_timeout_s)
+        self._restarts = Restarts(0.0, self._world.config.coordinator.disk_full_timeout_s)
         self._unwritable_ns = -1  #: start of the time in which no coordinator could write; -1: none
         self._served_ns = -1
 
@@ -43,20 +43,22 @@ class Exits:
             return Restart(0.0)
         self._served_ns = -1
         served_s = (now_ns - served_ns) / SECOND if served_ns >= 0 else 0.0
-        code = get_exit_code(error)
-        if code != exit_codes.LOG_UNWRITABLE:
+        failure = find_failure(error)
+        if failure.kind != FailureKind.DISK_FAILED:
             self._unwritable_ns = -1
         elif self._unwritable_ns < 0 or served_s >= SERVED_S:
             self._unwritable_ns = now_ns
-        verdict = self._restarts.decide_restart(code, served_s, now_ns / SECOND)
+        verdict = self._restarts.decide_restart(
+            failure.kind.record.exit_code, served_s, now_ns / SECOND
+        )
         if isinstance(verdict, GiveUp):
             self._disk_was_full(verdict)
         return verdict
 
     def _disk_was_full(self, over: GiveUp) -> None:
         """Check given_up_for_a_reason: a supervisor gives up only for a disk that stays full."""
-        since_ns, wait_s = self._unwritable_ns, self._world.scenario.disk_full_timeout_s
+        since_ns, wait_s = self._unwritable_ns, self._world.config.coordinator.disk_full_timeout_s
         long = since_ns >= 0 and self._world.scheduler.now - since_ns >= wait_s * SECOND
-        full = over.code == exit_codes.LOG_UNWRITABLE and self._world.faults.full_for_good
-        if not (long and full):
-            raise Violation("given_up_for_a_reason", f"exit code {over.code}: {over.reason}")
+        failed = over.failure is not None and over.failure.kind == FailureKind.DISK_FAILED
+        if not (long and failed and self._world.faults.full_for_good):
+            raise Violation("given_up_for_a_reason", f"exit code {over.code}: {over.failure}")

@@ -1,0 +1,73 @@
+"""The values of a config that decisions depend on, by their names in the event log.
+
+Reads   the marks of keys, and of properties of several keys, in tree.py and its neighbours
+Gives   Decides, the mark; list_fields and list_values, for `Settings` in events/base.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from laminar.config.declaring import Section
+
+_FIRST = (
+    "seed", "groups_per_step", "group_size", "min_scored", "max_staleness", "groups_per_version",
+    "total_steps", "total_epochs", "shuffle", "drop_last", "test_freq", "val_before_train",
+    "batch_strategy", "reward_scope", "resume_timeout_ms", "batch_timeout_ms", "start_timeout_ms",
+    "stall_ms", "engine_start_ms", "max_error_permille", "disk_full_timeout_ms", "eval_answers",
+    "repack_policy", "repack_interval_ms", "repack_release_timeout_ms", "repack_prefill_tokens",
+    "save_freq", "filter_metric", "filter_batches", "in_flight", "stream", "max_sessions",
+    "turn_timeout_ms", "max_nonfinite_updates",
+)  # fmt: skip
+"""The order in which logs of schema 5 hash the values; others follow in the order of the tree."""
+
+
+class Decides(NamedTuple):
+    """Mark of a key, or of the result of a property, that decisions depend on.
+
+    The core has no floats: seconds become milliseconds, a share becomes thousandths."""
+
+    name: str = ""  #: in the event log; empty: the key's, with _ms for _s
+    #: value in logs without it, which keeps their decisions: for a key that is added later
+    absent: Any = msgspec.NODEFAULT
+
+
+@cache
+def _list_marks(section: type[Section]) -> list[tuple[str, Decides, int]]:
+    """Return the marked attributes of a section, with their full marks and units."""
+    hints, found = get_type_hints(section, include_extras=True), []
+    for name in dir(section):
+        if isinstance(member := getattr(section, name), property):
+            hints[name] = get_type_hints(member.fget, include_extras=True)["return"]
+    for name, hint in hints.items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, Decides):
+                mark = mark._replace(name=mark.name or re.sub("_s$", "_ms", name))
+                found.append((name, mark, 1_000 if hint.__origin__ is float else 1))
+    return found
+
+
+def _walk(section: Section) -> Iterator[tuple[Section, Decides, Any]]:
+    """Yield each marked value with its section and its mark."""
+    for name, mark, unit in _list_marks(type(section)):
+        value = getattr(section, name)
+        yield section, mark, round(value * unit) if unit > 1 else value
+    for name in section.__struct_fields__:
+        if isinstance(part := getattr(section, name), Section):
+            yield from _walk(part)
+
+
+def list_fields(config: Section) -> list[tuple[str, type, Any]]:
+    """Return the name, type and default of each value, in the order of their encoding."""
+    fields = {mark.name: (mark.name, type(value), mark.absent) for _, mark, value in _walk(config)}
+    return [*(fields.pop(name) for name in _FIRST), *fields.values()]
+
+
+def list_values(config: Section) -> dict[str, Any]:
+    """Return the values by name, without those of sections that are not used."""
+    return {mark.name: value for section, mark, value in _walk(config) if section.is_used}
