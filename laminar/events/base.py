@@ -2,7 +2,7 @@
 
 Reads   the keys of the config tree that decisions depend on
 Gives   Event, Command (bases), Settings (the part of the config that decisions depend on);
-        ends, the declaration of the commands that an event ends; get_tag
+        ends_commands, the declaration of the commands that an event ends; get_tag
 
 Which roles report an event or carry out a command: names/roles.py, by their tags.
 
@@ -48,7 +48,7 @@ def get_tag(message: Message | type[Message]) -> str:
     return str(message.__struct_config__.tag)
 
 
-def ends(*commands: type[Command]) -> Callable[[type[AnEvent]], type[AnEvent]]:
+def ends_commands(*commands: type[Command]) -> Callable[[type[AnEvent]], type[AnEvent]]:
     """Declare the commands that an event ends."""
 
     def declare(kind: type[AnEvent]) -> type[AnEvent]:

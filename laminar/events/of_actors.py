@@ -9,12 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, ends
+from laminar.events.base import Event, ends_commands
 from laminar.events.families import Item
 from laminar.names.ids import TrajectoryId
 
 
-@ends(cmd.RestartActor)
+@ends_commands(cmd.RestartActor)
 class ActorJoined(Event, frozen=True, kw_only=True):
     """A process sent its first hello; it has no incarnation yet."""
 
@@ -29,7 +29,7 @@ class ActorJoined(Event, frozen=True, kw_only=True):
     job_restarts: int = 0  #: number of earlier starts of that job
 
 
-@ends(cmd.StopActor)
+@ends_commands(cmd.StopActor)
 class ActorLeft(Event, frozen=True, kw_only=True):
     """A process has ended gracefully; its last event, also after a failure."""
 
@@ -43,7 +43,7 @@ class ActorFailed(Event, frozen=True, kw_only=True):
     link: bool = False  #: whether a link to another process failed: its work is not to blame
 
 
-@ends(cmd.StopActor, cmd.RestartActor)
+@ends_commands(cmd.StopActor, cmd.RestartActor)
 class ProcessExited(Event, frozen=True, kw_only=True):
     """An actor's process is gone; `restarting` says whether its node restarts it."""
 
@@ -71,7 +71,7 @@ class EndedTrajectory(Item, frozen=True, kw_only=True):
     tokens_lost: int  #: discarded tokens of earlier attempts
 
 
-@ends(cmd.GenerateTrajectory, cmd.ScoreTrajectories, cmd.EndTrajectories)
+@ends_commands(cmd.GenerateTrajectory, cmd.ScoreTrajectories, cmd.EndTrajectories)
 class TrajectoriesEnded(Event, frozen=True, kw_only=True):
     """The store has written how these trajectories ended; ends one command."""
 

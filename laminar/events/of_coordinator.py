@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, Settings, ends
+from laminar.events.base import Event, Settings, ends_commands
 from laminar.events.families import Item
 from laminar.names.ids import GroupId
 
@@ -49,14 +49,14 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-@ends(cmd.RestartActor, cmd.ProposeBatch)
+@ends_commands(cmd.RestartActor, cmd.ProposeBatch)
 class TimerFired(Event, frozen=True, kw_only=True):
     """A timer of the state is due; a timer that is no longer set is ignored."""
 
     timer: str
 
 
-@ends(cmd.StopActor)
+@ends_commands(cmd.StopActor)
 class HeartbeatLost(Event, frozen=True, kw_only=True):
     """The failure detector gave up on an actor: it was silent for its whole lease."""
 
@@ -112,7 +112,7 @@ class TrainingWarning(Event, frozen=True, kw_only=True):
     text: str  #: the figure, its limit, and the place to look
 
 
-@ends(cmd.ProposeBatch)
+@ends_commands(cmd.ProposeBatch)
 class BatchProposed(Event, frozen=True, kw_only=True):
     """The user's batch strategy answered; `groups` is empty when it failed."""
 

@@ -7,7 +7,7 @@ Gives   one frozen struct per event, each declared with the commands that it end
 from __future__ import annotations
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, ends
+from laminar.events.base import Event, ends_commands
 from laminar.events.reasons import TransferForm
 
 
@@ -18,7 +18,7 @@ class RelayReady(Event, frozen=True, kw_only=True):
     chain_address: str  #: host:port to which another relay sends weights
 
 
-@ends(cmd.PublishWeights)
+@ends_commands(cmd.PublishWeights)
 class WeightsPublished(Event, frozen=True, kw_only=True):
     """The relay of the trainer's machine holds a complete, digested version."""
 
@@ -41,7 +41,7 @@ class WeightsReceived(Event, frozen=True, kw_only=True):
     held: tuple[int, ...]  #: versions that can be pulled now, ascending
 
 
-@ends(cmd.ForwardWeights)
+@ends_commands(cmd.ForwardWeights)
 class RelayLinked(Event, frozen=True, kw_only=True):
     """The connection to the successor is established (or closed, for none); ends one command."""
 

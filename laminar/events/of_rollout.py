@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, ends
+from laminar.events.base import Event, ends_commands
 from laminar.events.reasons import EndedBy, FailureReason, FinishReason, RewardOutcome
 from laminar.names.ids import TrajectoryId
 
@@ -23,7 +23,7 @@ class ReplicaReady(Event, frozen=True, kw_only=True):
     max_batch: int = 0
 
 
-@ends(cmd.PullWeights)
+@ends_commands(cmd.PullWeights)
 class WeightsLoaded(Event, frozen=True, kw_only=True):
     """The engine generates with this version: digest checked, probe within tolerance."""
 
@@ -37,7 +37,7 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     probe_kl: float | None = None  #: estimated KL(engine, trainer) over the probe, nats per token
 
 
-@ends(cmd.PullWeights)
+@ends_commands(cmd.PullWeights)
 class WeightsRejected(Event, frozen=True, kw_only=True):
     """Digest or probe failed after two loads: the replica does not serve this version."""
 
@@ -45,7 +45,7 @@ class WeightsRejected(Event, frozen=True, kw_only=True):
     reason: str
 
 
-@ends(cmd.PullWeights)
+@ends_commands(cmd.PullWeights)
 class VersionMissing(Event, frozen=True, kw_only=True):
     """The relay no longer holds the version that was to be pulled."""
 
@@ -53,7 +53,7 @@ class VersionMissing(Event, frozen=True, kw_only=True):
     held: tuple[int, ...]
 
 
-@ends(cmd.PullWeights)
+@ends_commands(cmd.PullWeights)
 class CheckpointRefused(Event, frozen=True, kw_only=True):
     """The checkpoint that was to be loaded cannot be read, or differs from the trained weights."""
 
@@ -90,7 +90,7 @@ class TokenProgress(Event, frozen=True, kw_only=True, omit_defaults=True):
     lengths: dict[TrajectoryId, int] = msgspec.field(default_factory=dict)
 
 
-@ends(cmd.GenerateTrajectory)
+@ends_commands(cmd.GenerateTrajectory)
 class TrajectoryFinished(Event, frozen=True, kw_only=True):
     """The last token is sampled and the whole response is durable in the store."""
 
@@ -100,14 +100,14 @@ class TrajectoryFinished(Event, frozen=True, kw_only=True):
     finish_reason: FinishReason
 
 
-@ends(cmd.ReleaseTrajectories)
+@ends_commands(cmd.ReleaseTrajectories)
 class TrajectoriesReleased(Event, frozen=True, kw_only=True):
     """The trajectories of the command no longer run here, and the store has all their tokens."""
 
     command_id: int
 
 
-@ends(cmd.GenerateTrajectory, cmd.ScoreTrajectories)
+@ends_commands(cmd.GenerateTrajectory, cmd.ScoreTrajectories)
 class TrajectoryFailed(Event, frozen=True, kw_only=True):
     """A trajectory cannot be trained (refused log-probs, unscored, reward worker lost)."""
 
@@ -117,7 +117,7 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
     detail: str
 
 
-@ends(cmd.ScoreTrajectories)
+@ends_commands(cmd.ScoreTrajectories)
 class TurnFinished(Event, frozen=True, kw_only=True):
     """A turn is over and its environment has answered: the store has the answer as context."""
 
@@ -126,7 +126,7 @@ class TurnFinished(Event, frozen=True, kw_only=True):
     turn: int  #: number of the next turn, from 1
 
 
-@ends(cmd.ScoreTrajectories)
+@ends_commands(cmd.ScoreTrajectories)
 class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The reward is durable in the store; a failed one is `reward.error_score`."""
 

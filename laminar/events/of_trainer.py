@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, ends
+from laminar.events.base import Event, ends_commands
 from laminar.events.families import Item
 from laminar.names.ids import TrajectoryId
 
@@ -39,7 +39,7 @@ class TrainerReady(Event, frozen=True, kw_only=True, omit_defaults=True):
     functions: tuple[TrainFunction, ...] = ()
 
 
-@ends(cmd.LoadCheckpoint)
+@ends_commands(cmd.LoadCheckpoint)
 class CheckpointLoaded(Event, frozen=True, kw_only=True):
     """Parameters, optimizer and all other state are those of this checkpoint."""
 
@@ -47,7 +47,7 @@ class CheckpointLoaded(Event, frozen=True, kw_only=True):
     step: int
 
 
-@ends(cmd.RepeatStep)
+@ends_commands(cmd.RepeatStep)
 class StepRepeated(Event, frozen=True, kw_only=True):
     """A batch of the log was trained again; its weights were not published."""
 
@@ -67,7 +67,7 @@ class ExcludedRows(Item, frozen=True, kw_only=True):
     trajectories: tuple[TrajectoryId, ...]
 
 
-@ends(cmd.TrainStep)
+@ends_commands(cmd.TrainStep)
 class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The optimizer has consumed one batch, and the trainer's step log has it on disk."""
 
@@ -90,7 +90,7 @@ class PublishSkipped(Event, frozen=True, kw_only=True):
     reason: str
 
 
-@ends(cmd.ExportModel)
+@ends_commands(cmd.ExportModel)
 class ModelExported(Event, frozen=True, kw_only=True):
     """The export was written and loaded again, and its weights are on their way to the relay."""
 
@@ -98,7 +98,7 @@ class ModelExported(Event, frozen=True, kw_only=True):
     path: str
 
 
-@ends(cmd.SaveCheckpoint)
+@ends_commands(cmd.SaveCheckpoint)
 class CheckpointSaved(Event, frozen=True, kw_only=True):
     """A version is on disk, complete and synced, for replicas of every machine."""
 

@@ -1,8 +1,8 @@
-"""Write the table of docs/failures.md: each process, made from names/roles.py and the texts here.
+"""Update the table of docs/failures.md from names/roles.py; other words of its cells are kept.
 
 Usage: python -m tools.make.failures
-Reads   laminar/names/roles.py; settings and constants that the texts name, for their values
-Writes  docs/failures.md, only its table; a test compares it
+Reads   laminar/names/roles.py; settings and constants that the table names, for their values
+Writes  docs/failures.md: rows, detection, restarts, losses and values; a test compares it
 """
 
 from __future__ import annotations
@@ -10,88 +10,37 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from laminar.config import Config
 from laminar.names.roles import ACTOR_ROLES, ROLE_TABLE, Restart, Role
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "failures.md"
-HEAD = (
-    "| role | noticed by | restarted by | resumes from | limit | if none comes back, the run |\n"
-    "|---|---|---|---|---|---|\n"
-)
-LIMIT = "`recovery.max_restarts` within `recovery.restart_window_s`"
-
-
-class Texts(NamedTuple):
-    """The texts of a role that its record does not have."""
-
-    noticed: str = ""  #: for an actor, other silence than that of its lease
-    resumes_from: str = "nothing"
-    limit: str = LIMIT
-
-
-TEXTS = {
-    Role.COORDINATOR: Texts(
-        "`laminar train`: its exit, or no turn for `launch.supervisor.STILL_S`, then it is killed",
-        "newest snapshot and event log, same state; the same port if free",
-        "`coordinator.restarts.DEATHS_MAX` in a run, after pauses of "
-        "`recovery.coordinator_restart_ms`, up to 10 s if it ends early; on a full disk "
-        "`coordinator.disk_full_timeout_s`",
-    ),
-    Role.STRATEGY: Texts(
-        "the coordinator: its exit, or no answer within `core.steps.batching.PROPOSAL_TIMEOUT_MS`",
-        limit="none; that batch is chosen by deadline",
-    ),
-    Role.NODE: Texts(resumes_from="all its processes are restarted"),
-    Role.STORE: Texts(
-        "or for an order `core.store_orders.END_TIMEOUT_MS` plus `coordinator.disk_full_timeout_s`",
-        "its database: acknowledged data is on disk",
-    ),
-    Role.TRAINER: Texts(
-        "or `core.steps.batching.TRAIN_TIMEOUT_MS` for a step",
-        "newest confirmed checkpoint; later steps are repeated",
-        f"{LIMIT}; `core.steps.step_replay.DEATHS_MAX` for one batch",
-    ),
-    Role.RELAY: Texts(
-        resumes_from="nothing: its arena is filled by the previous relay or the trainer"
-    ),
-    Role.ROLLOUT: Texts(
-        "an engine not ready after `rollout.start_timeout_s`, or no progress",
-        "newest weights; its work resumes elsewhere from saved tokens and the same weights, or "
-        "starts over after `recovery.resume_timeout_ms`",
-        f"{LIMIT}; a response that `core.scheduling.recovery.DEATHS_MAX` replicas died with is "
-        "dropped; two equal engine failures before any replica has weights end the run",
-    ),
-}
-OTHERS = """\
-| rank of the trainer | the trainer (first rank): its exit, or silence for `coordinator.node_lease_ms`; other ranks: a collective missed for `trainer.collective_timeout_s` | with the trainer, which ends and names it | as the trainer | as the trainer | ends |
-| reward worker | its replica: its exit, or a call longer than `reward.timeout_s` | its replica | nothing. Died: the call is retried. Too slow: it is killed, and the response gets `reward.error_score` | `reward.max_retries` for one call, then the response is dropped | continues |
-| warm process | its node: its exit | its node | nothing: it imports again | `actors.system.warm.TRIES` failures in a row, then the node ends | as its node |
-| `laminar train` | its daemons: their standard input is closed | you, with `--resume` once the run has ended | event log | none | ends, gracefully |
-"""  # noqa: E501
+TABLE = re.compile(r"(\| role .*\n\|---.*\n)((?:\|.*\n)+)")
+LEASE = re.compile(r".*?`coordinator\.\w*lease_ms`|^$")
+NAME = re.compile(r"(`([\w.]+\.\w+)`)(?: \([\d.]+\))?")
+NEW = ("", "", "nothing", "`recovery.max_restarts` within `recovery.restart_window_s`", "")
 
 
 def page() -> str:
-    """Return the whole page, with a new table."""
-    rows = "".join(f"| {' | '.join(_list_cells(role))} |\n" for role in Role)
-    table = HEAD + re.sub(r"`([\w.]+\.\w+)`", _add_value, rows + OTHERS)
-    return re.sub(r"(^\|.*\n)+", lambda _: table, PAGE.read_text(), count=1, flags=re.MULTILINE)
+    """Return the whole page."""
+    return TABLE.sub(lambda found: found[1] + _update_rows(found[2]), PAGE.read_text())
 
 
-def _list_cells(role: Role) -> tuple[str, ...]:
-    record, texts = ROLE_TABLE[role], TEXTS.get(role, Texts())
-    noticed = texts.noticed
-    if role in ACTOR_ROLES:
-        by = "`laminar train`" if record.restart == Restart.BY_STARTER else "its node"
-        lease = "node_lease_ms" if record.long_lease else "lease_ms"
-        more = f", {noticed}" if noticed else ""
-        noticed = f"{by}: its exit; the coordinator: silence for `coordinator.{lease}`{more}"
-    return role, noticed, record.restart, texts.resumes_from, texts.limit, record.loss
-
-
-def _add_value(name: re.Match[str]) -> str:
-    return f"{name[0]} ({read_value(name[1]):.10g})"
+def _update_rows(rows: str) -> str:
+    split = [row.strip("| ").split(" | ") for row in rows.splitlines()]
+    known = {name: row for name, *row in split}
+    cells = {role: known.pop(role, list(NEW)) for role in Role}
+    for role in Role:
+        record = ROLE_TABLE[role]
+        cells[role][1], cells[role][4] = record.restart, record.loss
+        if role in ACTOR_ROLES:
+            by = "`laminar train`" if record.restart == Restart.BY_STARTER else "its node"
+            lease = "node_lease_ms" if record.long_lease else "lease_ms"
+            text = f"{by}: its exit; the coordinator: silence for `coordinator.{lease}`"
+            cells[role][0] = LEASE.sub(text, cells[role][0], count=1)
+    lines = [f"| {' | '.join((name, *row))} |\n" for name, row in (cells | known).items()]
+    return NAME.sub(lambda name: f"{name[1]} ({read_value(name[2]):.10g})", "".join(lines))
 
 
 def read_value(name: str) -> Any:
