@@ -115,7 +115,7 @@ class Process(Protocol):
         """Wait briefly for the coordinator's acknowledgements and say Bye to it."""
 
     async def hit_failpoint(self, point: str) -> None:
-        """Die here without a report if a test requests it; else return."""
+        """Mark a named place in the code where a test may have the process die."""
 
     def send(self, event: Event) -> None:
         """Send to the coordinator, until it has the event on disk; OutboxFull, LinkClosed."""
@@ -123,11 +123,17 @@ class Process(Protocol):
     def send_gauge(self, event: Event) -> None:
         """Send a value that the next one replaces; dropped while the coordinator is away."""
 
-    def make_client(self, server: str) -> Client: ...
+    def make_client(self, server: str) -> Client:
+        """Return a client, not started, of the store or the relay of this run."""
 
-    def make_server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server: ...
+    def make_server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server:
+        """Return a server, not started, on a free port; others find it by publish_address.
 
-    async def publish_address(self, address: str) -> None: ...
+        `on_peer_lost(boot_id)`: that process said Bye, or was silent for its lease.
+        """
+
+    async def publish_address(self, address: str) -> None:
+        """Publish this process's server address for `make_client` in other processes; OSError."""
 
     def now_ns(self) -> int: ...
 
@@ -139,7 +145,8 @@ class Process(Protocol):
 
     def add_outlet(
         self, name: str, write: Callable[[list[Item]], None], *, kept: int = ...
-    ) -> TelemetryQueue[Item]: ...
+    ) -> TelemetryQueue[Item]:
+        """Add an outlet with a background writer; `kept`: the most items that may wait."""
 
     def watch_for_stop(
         self, terminated: Callable[[str], None], starter_gone: Callable[[], None]
@@ -171,6 +178,9 @@ class Host:
         self.ordered_to_stop = False  #: whether the coordinator ordered all processes to stop
         self._paused = False  #: whether that order pauses the run
         self.now_ns = process.now_ns  #: monotonic clock with an arbitrary zero
+        self.hit_failpoint, self.send_gauge = process.hit_failpoint, process.send_gauge
+        self.make_client, self.make_server = process.make_client, process.make_server
+        self.publish_address, self.add_outlet = process.publish_address, process.add_outlet
         self._filter = CommandFilter()
         self._arrived: list[tuple[cmd.Envelope, Command]] = []
         self._actor: ActorRole | None = None
@@ -186,10 +196,6 @@ class Host:
         """Send an event; it is kept and resent until the coordinator has it on disk."""
         self.process.send(event)
         self.log.info(type(event).__struct_config__.tag, **context)
-
-    def send_gauge(self, event: Event) -> None:
-        """Send a value that the next one replaces."""
-        self.process.send_gauge(event)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run in the background; an exception there ends the process with its reason."""
@@ -217,35 +223,10 @@ class Host:
             return
         raise ProcessEnding(f"{self.name} was stopped while it waited")
 
-    async def hit_failpoint(self, point: str) -> None:
-        """Mark a named place in the code where a test may have the process die."""
-        await self.process.hit_failpoint(point)
-
     async def wait_acknowledged(self) -> None:
         """Wait until all sent events are in the log; ProcessEnding if this process is to end."""
         while self.process.unacknowledged:
             await self.sleep_for(ACKNOWLEDGED_POLL_S)
-
-    def make_client(self, server: str) -> Client:
-        """Return a client, not started, of the store or the relay of this run."""
-        return self.process.make_client(server)
-
-    def make_server(self, handle_batch: Handler, on_peer_lost: Callable[[str], None]) -> Server:
-        """Return a server, not started, on a free port; others find it by publish_address.
-
-        `on_peer_lost(boot_id)`: that process said Bye, or was silent for its lease.
-        """
-        return self.process.make_server(handle_batch, on_peer_lost)
-
-    async def publish_address(self, address: str) -> None:
-        """Publish this process's server address for `make_client` in other processes; OSError."""
-        await self.process.publish_address(address)
-
-    def add_outlet(
-        self, name: str, write: Callable[[list[Item]], None], *, kept: int = 10_000
-    ) -> TelemetryQueue[Item]:
-        """Add an outlet with a background writer; `kept`: the most items that may wait."""
-        return self.process.add_outlet(name, write, kept=kept)
 
     def fail_process(
         self, reason: str, exit_code: int = exit_codes.FAILED, error: BaseException | None = None

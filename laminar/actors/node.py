@@ -3,11 +3,11 @@
 Reads   RestartActor commands; exit codes of its children
 Emits   ProcessExited, once per actor that ended
 
-A replica or relay that ends by a signal or a fault, without the coordinator's order, is restarted
-within the limits of restart_limit.py. So is a trainer that writes checkpoints, and a store that was
-killed, since all data that it acknowledged is on disk; a store that reported why it cannot continue
-is not. A child with the exit code of a user's mistake is never restarted, since it would meet the
-same mistake. Restarts do not count after a refusal: the coordinator gave the process up for its
+A child that ends by a signal or a fault, without the coordinator's order, is restarted within the
+limits of restart_limit.py, if its role permits (names/roles.py). A store does if it was killed,
+since all data that it acknowledged is on disk, but not if it reported why it cannot continue. A
+child with the exit code of a user's mistake is never restarted, since it would meet the same
+mistake. Restarts do not count after a refusal: the coordinator gave the process up for its
 silence, or accepts no processes, for example while the run ends. Nor do they count if the whole
 machine was silent, since nothing is wrong with the process.
 """
@@ -25,6 +25,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.names import exit_codes, ids
+from laminar.names.roles import ROLE_TABLE, Restart
 
 GRACE_S = 10.0  #: time limit for children to flush and leave once the run stops
 DUMP_S = 0.5  #: time for a stalled child to write its stacks before it is killed
@@ -94,9 +95,6 @@ class Node:
             for index in range(count)
         }
         self._processes = processes
-        self._restarted = ["rollout", "relay"]
-        if host.config.trainer.save_freq:
-            self._restarted.append("trainer")
         self._stopping = False
         self._launching = asyncio.Lock()  #: held to launch one process at a time
 
@@ -175,9 +173,13 @@ class Node:
         fenced = code == exit_codes.FENCED
         refused = fenced or (code == exit_codes.COORDINATOR_ABSENT and lived_s < TAKEN_S)
         disk = code == exit_codes.LOG_UNWRITABLE
-        healthy = child.role == "store" and (code < 0 or fenced or disk)
+        may_restart = {
+            Restart.ALWAYS: True,
+            Restart.IF_KILLED: code < 0 or fenced or disk,
+            Restart.WITH_CHECKPOINTS: self.host.config.trainer.save_freq > 0,
+        }[ROLE_TABLE[child.role].restart]
         final = code in (exit_codes.COMPLETE, exit_codes.USER_ERROR) or self._stopping
-        if final or not (child.role in self._restarted or healthy):
+        if final or not may_restart:
             return None
         if refused or (disk and lived_s < TAKEN_S):
             return child.limit.record_refusal(lived_s)

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.export.perfetto import write_trace
-from laminar.analysis.log.display import get_tag
 from laminar.analysis.log.process_logs import cut_logs
 from laminar.analysis.log.run_log import (
     WallClock,
@@ -36,6 +35,7 @@ from laminar.analysis.log.timeline import cut_timelines
 from laminar.analysis.why.why import explain_subject
 from laminar.eventlog.record import DecisionRecord, EventRecord, SegmentHeader
 from laminar.eventlog.replay import Difference, Replay
+from laminar.events.base import get_tag
 from laminar.launch.emulated_note import list_notes
 
 TRACE_FILE = "trace.json"

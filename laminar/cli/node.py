@@ -2,11 +2,10 @@
 
     laminar-node RUN_DIR [--name node-0] [--roles store,relay,trainer,rollout:2] [--host IP]
 
-Without --roles it runs everything, with rollout.replicas replicas. One machine of a run, node-0,
-has the store and the trainer; every machine has a relay. --host is the address, the name or the
-interface of this machine by which the others reach it; the default is the address on the way to the
-coordinator. SIGTERM, SIGHUP and Ctrl-C end it and its actors gracefully; the run continues without
-this machine if it can.
+Without --roles it runs everything, with rollout.replicas replicas. --host is the address, the name
+or the interface of this machine by which the others reach it; the default is the address on the way
+to the coordinator. SIGTERM, SIGHUP and Ctrl-C end it and its actors gracefully; the run continues
+without this machine if it can.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from laminar.actors.host import Host
 from laminar.actors.node import Node
 from laminar.actors.system.process import run_actors
 from laminar.actors.system.processes import MachineProcesses
-from laminar.actors.system.roles import ROLES
 from laminar.actors.system.warm import PrestartedProcess
 from laminar.cli.arguments import CommandParser
 from laminar.config import Config, ConfigError
 from laminar.launch.exit_handling import exit_code, print_error
 from laminar.names import exit_codes, ids
+from laminar.names.roles import NODE_ROLES, ROLE_TABLE, Place, Role
 from laminar.net.addresses import own_ip, route_to
 from laminar.net.client import coordinator_address
 from laminar.net.session import RunOver
@@ -56,7 +55,7 @@ def run_node(
     config = run_config(arguments.run_dir)
     if arguments.lock_fd is None:
         check_private(arguments.run_dir)
-    roles = parse_roles(arguments.roles) if arguments.roles else default_roles(config)
+    roles = parse_roles(arguments.roles) if arguments.roles else config.processes_on(0)
     check_roles(arguments.name, roles)
     try:
         address = host_of(arguments.run_dir, config, arguments.host)
@@ -96,11 +95,6 @@ def host_of(run_dir: Path, config: Config, asked: str) -> str:
     return route_to(coordinator)
 
 
-def default_roles(config: Config) -> list[tuple[str, int]]:
-    """Return all roles, for the only machine of a run."""
-    return [("store", 1), ("relay", 1), ("trainer", 1), ("rollout", config.replicas_on(0))]
-
-
 def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
     """Raise ConfigError for a name or a role that this machine cannot have."""
     try:
@@ -108,11 +102,11 @@ def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
     except ValueError as error:
         raise ConfigError(f"--name: {error}") from None
     for role, count in roles:
-        if role != "rollout" and count > 1:
-            ranks = "; trainer.ranks says how many processes it has" * (role == "trainer")
+        if count > 1 and ROLE_TABLE[role].place != Place.SEVERAL:
+            ranks = "; trainer.ranks says how many processes it has" * (role == Role.TRAINER)
             raise ConfigError(f"--roles: a machine has one {role}, not {count}{ranks}")
-        if role in ("store", "trainer") and not first:
-            ranks = ", with all of its trainer.ranks" * (role == "trainer")
+        if ROLE_TABLE[role].place == Place.FIRST and not first:
+            ranks = ", with all of its trainer.ranks" * (role == Role.TRAINER)
             raise ConfigError(f"--roles: the {role} of a run is on node-0{ranks}, not on {name}")
 
 
@@ -121,9 +115,10 @@ def parse_roles(text: str) -> list[tuple[str, int]]:
     roles = []
     for part in text.split(","):
         role, _, count = part.partition(":")
-        if role not in ROLES or not (count or "1").isdigit():
+        if role not in NODE_ROLES or not (count or "1").isdigit():
             raise ConfigError(
-                f"--roles {text!r}: {part!r} is not one of {', '.join(ROLES)}, with :N for several"
+                f"--roles {text!r}: {part!r} is not one of {', '.join(NODE_ROLES)}, with :N for "
+                "several"
             )
         roles.append((role, int(count or "1")))
     return roles

@@ -21,6 +21,7 @@ from laminar.config import ConfigError
 from laminar.config.tree import RunConfig
 from laminar.core.state.statuses import Phase
 from laminar.names import exit_codes
+from laminar.names.roles import ROLE_TABLE
 from laminar.run.directory import CONFIG_FILE, STATUS_FILE, read_status
 from laminar.run.lock import Holder, holders
 
@@ -124,7 +125,7 @@ def _describe_activity(status: dict[str, Any], name: str) -> str:
 
 def _sort_key(name: str) -> tuple[int, list[tuple[int, str]]]:
     """Return a sort key: supervising processes first, rollout-9 before rollout-10."""
-    first = ("train", "serve", "coordinator", "node", "store", "trainer", "relay")
+    first = ["train", "serve", *ROLE_TABLE]
     role = name.partition("-")[0]
     parts = name.replace(".", "-").split("-")
     numbers = [(int(part), "") if part.isdigit() else (0, part) for part in parts]

@@ -30,6 +30,7 @@ from laminar.config.declaring import (
 )
 from laminar.config.rollout import RolloutConfig
 from laminar.config.training import CriticConfig, LoraConfig, OptimConfig
+from laminar.names.roles import NODE_ROLES, ROLE_TABLE, Place
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 RepackPolicy = Literal["auto", "gain", "best-fit", "off"]
@@ -474,6 +475,14 @@ class Config(Section, frozen=True, kw_only=True):
         """Return the replicas of one machine; the store and the trainer are on machine 0."""
         beside = self.rollout.replicas_on_trainer_node
         return self.rollout.replicas if machine or beside == "auto" else beside
+
+    def processes_on(self, machine: int) -> list[tuple[str, int]]:
+        """Return the roles of one machine's node with their numbers of processes."""
+        return [
+            (role, self.replicas_on(machine) if ROLE_TABLE[role].place == Place.SEVERAL else 1)
+            for role in NODE_ROLES
+            if machine == 0 or ROLE_TABLE[role].place != Place.FIRST
+        ]
 
     @property
     def total_replicas(self) -> int:

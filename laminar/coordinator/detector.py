@@ -3,10 +3,9 @@
 Reads   how long each live actor has been silent; how long this loop itself was paused
 Gives   HeartbeatLost, NodeSilent and NodeRecovered, which are logged; heartbeats are not
 
-Pure. An actor whose work can move to others has a short lease. A node only supervises, and losing
-the store or the trainer ends the run, so these have a long lease: giving them up early gains
-nothing. A node that exceeds it while another process of its machine responds is not a lost machine:
-it is reported as silent, until it responds again or all of its machine is silent.
+Pure. An actor whose work can move to others has a short lease, other roles a long one: giving them
+up early gains nothing. A node that exceeds it while another process of its machine responds is not
+a lost machine: it is reported as silent, until it responds again or all of its machine is silent.
 
 A coordinator that was paused (or restarted) could hear no process, and must not give one up for
 that: after a pause of more than a third of the short lease every lease restarts. Messages may lie
@@ -30,14 +29,13 @@ from collections.abc import Mapping
 
 from laminar.core.state.members import ActorState
 from laminar.events.events import HeartbeatLost, NodeRecovered, NodeSilent
-from laminar.names.roles import Role
+from laminar.names.roles import ROLE_TABLE, Role
 
 ROUND_FRAMES = 4_096
 """The minimum frames of a round: processes that join during it are read in it, too."""
 MACHINES_MIN = 3
 """The machines below which the coordinator is never considered cut off: of two, either could be."""
 CHECKS_PER_LEASE = 6  #: the checks in a short lease, while most machines are silent
-LONG_LEASE_ROLES = (Role.NODE, Role.STORE, Role.TRAINER)
 
 DetectorEvent = HeartbeatLost | NodeSilent | NodeRecovered
 
@@ -46,7 +44,7 @@ class FailureDetector:
     """Two leases for all actors, in the caller's clock."""
 
     def __init__(self, lease_ns: int, node_lease_ns: int, now_ns: int) -> None:
-        """Start all leases now; `node_lease_ns` is the long one, of LONG_LEASE_ROLES."""
+        """Start all leases now; `node_lease_ns` is the long one."""
         self.lease_ns, self.node_lease_ns = lease_ns, node_lease_ns
         self._grace_from_ns = now_ns
         self._last_turn_ns = now_ns
@@ -59,7 +57,7 @@ class FailureDetector:
         self._back_at_ns: dict[str, int] = {}
 
     def get_lease_ns(self, role: str) -> int:
-        return self.node_lease_ns if role in LONG_LEASE_ROLES else self.lease_ns
+        return self.node_lease_ns if ROLE_TABLE[role].long_lease else self.lease_ns
 
     def begin_turn(self, now_ns: int, frames: int, socket_empty: bool, peers: int) -> int | None:
         """Begin a turn that has read `frames`; return the time up to which to judge silence.

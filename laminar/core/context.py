@@ -83,6 +83,16 @@ class Context:
         self.clear_timer(keys.deadline_timer(key))
         return indexes.end_command(self.state, key)
 
+    def mark_ready(self) -> bool:
+        """Mark the sender as ready and back; return False, counted, if it was ready already."""
+        actor = self.state.members.actors[self.stamped.peer]
+        if actor.ready:
+            self.ignore("repeat")
+            return False
+        actor.ready = True
+        self.clear_timer(keys.rejoin_timer(actor.name))
+        return True
+
     def ignore(self, reason: str) -> None:
         """Count an event that is ordinary or illegal here and changes nothing."""
         name = f"{type(self.stamped.event).__name__}: {reason}"

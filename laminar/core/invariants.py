@@ -31,10 +31,10 @@ from laminar.core.state.transitions import IN_ENGINE
 from laminar.core.steps.batching import are_steps_done, batch_size, is_trainer_idle
 from laminar.core.versions.broadcast import is_run_ending
 from laminar.events import commands as cmd
-from laminar.events.base import Command
+from laminar.events.base import Command, get_tag
 from laminar.names import ids
 from laminar.names.ids import Purpose
-from laminar.names.roles import Role
+from laminar.names.roles import Role, find_roles
 
 
 def check_invariants(state: State) -> None:
@@ -113,14 +113,16 @@ def batches_have_variance(state: State) -> None:
 
 
 def commands_have_living_owners(state: State) -> None:
-    """Check that no outstanding command is addressed to a fenced incarnation."""
+    """Check that each outstanding command has a living addressee, of a role that carries it out."""
     if state.run.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED):
         return
     for key, outstanding in state.orders.commands.items():
-        actor = state.members.actors.get(outstanding.command.to)
+        command = outstanding.command
+        actor = state.members.actors.get(command.to)
+        _require(actor is None or actor.role in find_roles(get_tag(command)), key)
         if actor is not None and actor.role != Role.NODE:
             present = actor.alive and actor.incarnation == outstanding.incarnation
-            _require(present or _is_kept_for_store(state, outstanding.command), key)
+            _require(present or _is_kept_for_store(state, command), key)
 
 
 def _is_kept_for_store(state: State, command: Command) -> bool:
@@ -169,10 +171,14 @@ def commands_have_deadlines(state: State) -> None:
 
 def _check_engines_start(state: State) -> None:
     """Check that a replica that is not ready will be, or is restarted."""
-    for actor in state.members.actors.values():
-        if actor.role == Role.ROLLOUT and actor.alive and not actor.ready:
-            watched = keys.progress_timer(actor.name) in state.orders.timers
-            _require(watched or keys.restart_key(actor.name) in state.orders.commands, actor.name)
+    for name in _list_starting(state):
+        watched = keys.progress_timer(name) in state.orders.timers
+        _require(watched or keys.restart_key(name) in state.orders.commands, name)
+
+
+def _list_starting(state: State) -> list[str]:
+    found = (a for a in state.members.actors.values() if a.role == Role.ROLLOUT)
+    return [a.name for a in found if a.alive and not a.ready]
 
 
 def _check_weights_arrive(state: State) -> None:
@@ -192,7 +198,7 @@ def _check_weights_arrive(state: State) -> None:
     trainer = source_of(state)
     if master is None and trainer is not None and state.versions.newest >= 0:
         what = "the trainer's machine has no relay, and none is awaited"
-        _require(_is_relay_awaited(state), what)
+        _require(_is_role_awaited(state, Role.RELAY), what)
 
 
 def trainer_comes_back(state: State) -> None:
@@ -324,10 +330,8 @@ def _running_ends(state: State) -> None:
 
 def _exporting_ends(state: State) -> None:
     """Check that the trainer exports, or that something that it needs for that is on its way."""
-    way_on = (
-        _is_trainer_busy(state) or keys.WEIGHTS in state.orders.timers or _is_relay_awaited(state)
-    )
-    _require(way_on, "no process exports the model, and none is awaited")
+    way_on = keys.WEIGHTS in state.orders.timers or _is_role_awaited(state, Role.RELAY)
+    _require(way_on or _is_trainer_busy(state), "no process exports the model, and none is awaited")
 
 
 def _check_evaluation_ends(state: State) -> None:
@@ -390,25 +394,15 @@ def _is_replica_busy(state: State) -> bool:
 
 
 def _are_weights_awaited(state: State) -> bool:
-    if keys.WEIGHTS in state.orders.timers or _is_relay_awaited(state):
+    if keys.WEIGHTS in state.orders.timers or _is_role_awaited(state, Role.RELAY):
         return True
     return any(keys.receive_timer(name) in state.orders.timers for name in state.members.relays)
 
 
 def _is_replica_awaited(state: State) -> bool:
     """Return whether a replica is restarting, its engine starts, or the start still waits."""
-    starts = any(
-        a.role == Role.ROLLOUT
-        and a.alive
-        and not a.ready
-        and keys.progress_timer(a.name) in state.orders.timers
-        for a in state.members.actors.values()
-    )
+    starts = any(keys.progress_timer(name) in state.orders.timers for name in _list_starting(state))
     return starts or keys.START in state.orders.timers or _is_role_awaited(state, Role.ROLLOUT)
-
-
-def _is_relay_awaited(state: State) -> bool:
-    return _is_role_awaited(state, Role.RELAY)
 
 
 def _is_role_awaited(state: State, role: Role) -> bool:

@@ -29,13 +29,13 @@ from __future__ import annotations
 # these modules register their handlers on import
 from laminar.core import (
     loading,  # noqa: F401
+    store_orders,  # noqa: F401
     timers,  # noqa: F401
 )
 from laminar.core.context import Context
 from laminar.core.members import (
     lifecycle,  # noqa: F401
     membership,  # noqa: F401
-    readiness,  # noqa: F401
     resumption,  # noqa: F401
 )
 from laminar.core.planner import run_planner
@@ -59,7 +59,7 @@ from laminar.core.versions import (
     publishing,  # noqa: F401
 )
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Roles, Stamped
+from laminar.events.base import COORDINATOR, Command, Stamped
 from laminar.names.roles import Role
 
 
@@ -94,7 +94,7 @@ class StateMachine:
         handling = HANDLING[type(event)]
         if not _is_from_known_sender(ctx):
             ctx.ignore("fenced")
-        elif not _from_right_sender(ctx, handling.senders):
+        elif not _from_right_sender(ctx):
             ctx.ignore("wrong-sender")
         elif not handling.valid(state, event):
             ctx.ignore("impossible")
@@ -130,11 +130,12 @@ def _is_from_known_sender(ctx: Context) -> bool:
     return True
 
 
-def _from_right_sender(ctx: Context, senders: Roles) -> bool:
+def _from_right_sender(ctx: Context) -> bool:
     """Return whether the event is from a role that can know it; a joining process has none yet."""
     actor = ctx.state.members.actors.get(ctx.stamped.peer)
     role = actor.role if actor is not None else Role.COORDINATOR
-    return role in senders or isinstance(ctx.stamped.event, ev.ActorJoined)
+    event = ctx.stamped.event
+    return role in ev.REPORTED_BY[type(event)] or isinstance(event, ev.ActorJoined)
 
 
 @handles(ev.CoordinatorStarted, valid=accept_any)

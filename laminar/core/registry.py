@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from laminar.core.context import Context
 from laminar.core.state.state import State
-from laminar.events.base import REPORTED_BY, AnEvent, Event, Roles
+from laminar.events.base import AnEvent, Event
 
 
 class Handling(NamedTuple):
@@ -19,7 +19,6 @@ class Handling(NamedTuple):
 
     handler: Callable[[Context, Any], None]
     valid: Callable[[State, Any], bool]  #: whether a correct process could report it in this run
-    senders: Roles
     planned: bool  #: false: no decision depends on it, and other events leave none open
 
 
@@ -33,7 +32,7 @@ def handles(
 
     def register(handler: Callable[[Context, AnEvent], None]) -> Callable[[Context, AnEvent], None]:
         assert event not in HANDLING, f"{event.__name__} already has a handler"
-        HANDLING[event] = Handling(handler, valid, REPORTED_BY[event], planned)
+        HANDLING[event] = Handling(handler, valid, planned)
         return handler
 
     return register

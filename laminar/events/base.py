@@ -2,7 +2,9 @@
 
 Reads   the keys of the config tree that decisions depend on
 Gives   Event, Command (bases), Settings (the part of the config that decisions depend on);
-        reported_by and carried_out_by, the declarations, and the registers that they fill
+        ends_commands, the declaration of the commands that an event ends; get_tag
+
+Which roles report an event or carry out a command: names/roles.py, by their tags.
 
 Values that the core keeps are integers and strings only: a reward travels as the bits of its
 float64, because the core's state holds no floats.
@@ -37,34 +39,20 @@ class Command(Message, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 AnEvent = TypeVar("AnEvent", bound=Event)
-ACommand = TypeVar("ACommand", bound=Command)
-Roles = tuple[Role, ...]
 
-#: roles that may report each event, in the order of declaration
-REPORTED_BY: dict[type[Event], Roles] = {}
 #: commands that are no longer outstanding once each event has arrived
 ENDS: dict[type[Event], tuple[type[Command], ...]] = {}
-#: roles that carry out each command, in the order of declaration
-CARRIED_OUT_BY: dict[type[Command], Roles] = {}
 
 
-def reported_by(
-    *roles: Role, ends: tuple[type[Command], ...] = ()
-) -> Callable[[type[AnEvent]], type[AnEvent]]:
-    """Declare an event and the roles that may report it; the machine refuses it from others."""
+def get_tag(message: Message | type[Message]) -> str:
+    return str(message.__struct_config__.tag)
+
+
+def ends_commands(*commands: type[Command]) -> Callable[[type[AnEvent]], type[AnEvent]]:
+    """Declare the commands that an event ends."""
 
     def declare(kind: type[AnEvent]) -> type[AnEvent]:
-        REPORTED_BY[kind], ENDS[kind] = roles, ends
-        return kind
-
-    return declare
-
-
-def carried_out_by(*roles: Role) -> Callable[[type[ACommand]], type[ACommand]]:
-    """Declare a command and the roles that carry it out."""
-
-    def declare(kind: type[ACommand]) -> type[ACommand]:
-        CARRIED_OUT_BY[kind] = roles
+        ENDS[kind] = commands
         return kind
 
     return declare

@@ -1,4 +1,4 @@
-"""COMMANDS: every command, with the role that carries it out.
+"""COMMANDS: every command; names/roles.py has the roles that carry it out.
 
 Reads   nothing
 Gives   one frozen struct per command; ALL_COMMANDS, in the order in which they are declared
@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 
 import msgspec
 
-from laminar.events.base import CARRIED_OUT_BY, Command, carried_out_by
+from laminar.events.base import Command
 from laminar.events.families import Item
 from laminar.events.reasons import DropReason, EndKind, PullPurpose
 from laminar.names.ids import GroupId, Purpose, TrajectoryId
-from laminar.names.roles import ACTOR_ROLES, Role
 
 
-@carried_out_by(*ACTOR_ROLES)
 class AcceptActor(Command, frozen=True, kw_only=True):
     """Give a process its fencing number; carried by the welcome of the session."""
 
@@ -29,7 +27,6 @@ class AcceptActor(Command, frozen=True, kw_only=True):
     incarnation: int
 
 
-@carried_out_by(*ACTOR_ROLES)
 class RefuseActor(Command, frozen=True, kw_only=True):
     """Send a process away: another one has its place, or the run has ended."""
 
@@ -37,7 +34,6 @@ class RefuseActor(Command, frozen=True, kw_only=True):
     reason: str
 
 
-@carried_out_by(*ACTOR_ROLES)
 class StopActor(Command, frozen=True, kw_only=True):
     """Flush, report `actor-left` and exit 0; the node of a paused run exits with its code."""
 
@@ -45,7 +41,6 @@ class StopActor(Command, frozen=True, kw_only=True):
     paused: bool = False  #: the run continues when its processes are restarted
 
 
-@carried_out_by(Role.NODE)
 class RestartActor(Command, frozen=True, kw_only=True):
     """Dump the stacks of a process that makes no progress, kill it and restart it."""
 
@@ -55,7 +50,6 @@ class RestartActor(Command, frozen=True, kw_only=True):
     cut_off: bool = False  #: whether its whole machine was silent: counts towards no limit
 
 
-@carried_out_by(Role.TRAINER)
 class PublishWeights(Command, frozen=True, kw_only=True):
     """Publish the present weights under this number and wait for a slot if there is none."""
 
@@ -63,7 +57,6 @@ class PublishWeights(Command, frozen=True, kw_only=True):
     step: int
 
 
-@carried_out_by(Role.TRAINER)
 class TrainStep(Command, frozen=True, kw_only=True):
     """Consume one batch, publish the result as `version`."""
 
@@ -72,7 +65,6 @@ class TrainStep(Command, frozen=True, kw_only=True):
     trajectories: tuple[TrajectoryId, ...]  #: groups in shuffled order, siblings together
 
 
-@carried_out_by(Role.TRAINER)
 class LoadCheckpoint(Command, frozen=True, kw_only=True):
     """Load this checkpoint and continue from it; checkpoints that are not kept can be removed."""
 
@@ -82,7 +74,6 @@ class LoadCheckpoint(Command, frozen=True, kw_only=True):
     kept: tuple[int, ...]  #: versions of all checkpoints that the log confirms
 
 
-@carried_out_by(Role.TRAINER)
 class RepeatStep(Command, frozen=True, kw_only=True):
     """Repeat a step of the log: nothing is published, saved or counted."""
 
@@ -92,7 +83,6 @@ class RepeatStep(Command, frozen=True, kw_only=True):
     digest: str  #: digest of the published weights; empty: none were published
 
 
-@carried_out_by(Role.TRAINER)
 class ExportModel(Command, frozen=True, kw_only=True):
     """Write a Hugging Face directory, load it again, publish the loaded weights as `version`."""
 
@@ -100,7 +90,6 @@ class ExportModel(Command, frozen=True, kw_only=True):
     step: int
 
 
-@carried_out_by(Role.TRAINER)
 class SaveCheckpoint(Command, frozen=True, kw_only=True):
     """Save the present weights, which are this version, unless a checkpoint has them."""
 
@@ -108,7 +97,6 @@ class SaveCheckpoint(Command, frozen=True, kw_only=True):
     step: int
 
 
-@carried_out_by(Role.RELAY)
 class PinVersion(Command, frozen=True, kw_only=True):
     """Pin this version (-1: none); among the others, evict versions with unfinished work last.
 
@@ -118,7 +106,6 @@ class PinVersion(Command, frozen=True, kw_only=True):
     unfinished: tuple[int, ...] = ()  #: versions, ascending
 
 
-@carried_out_by(Role.RELAY)
 class ForwardWeights(Command, frozen=True, kw_only=True):
     """Send every newer version to this relay only from now on; empty: to none.
 
@@ -129,7 +116,6 @@ class ForwardWeights(Command, frozen=True, kw_only=True):
     incarnation: int  #: successor's incarnation, 0: none; another process there is refused
 
 
-@carried_out_by(Role.ROLLOUT)
 class PullWeights(Command, frozen=True, kw_only=True):
     """Load weights from this machine's relay or from disk; work continues meanwhile only in flight.
 
@@ -145,7 +131,6 @@ class PullWeights(Command, frozen=True, kw_only=True):
     address: str = ""  #: address where that relay serves versions, host:port
 
 
-@carried_out_by(Role.ROLLOUT)
 class GenerateTrajectory(Command, frozen=True, kw_only=True):
     """Open the trajectory in the store and generate it to its end."""
 
@@ -168,7 +153,6 @@ class PlacedTrajectory(Item, frozen=True, kw_only=True, omit_defaults=True):
     placement: int
 
 
-@carried_out_by(Role.ROLLOUT)
 class ScoreTrajectories(Command, frozen=True, kw_only=True):
     """Reward generated trajectories of one group (all of it when rewards are group-scored)."""
 
@@ -178,7 +162,6 @@ class ScoreTrajectories(Command, frozen=True, kw_only=True):
     items: tuple[PlacedTrajectory, ...]
 
 
-@carried_out_by(Role.ROLLOUT)
 class AbortTrajectories(Command, frozen=True, kw_only=True):
     """Stop generating these placements and lower ones of their trajectories; no event ends this."""
 
@@ -186,7 +169,6 @@ class AbortTrajectories(Command, frozen=True, kw_only=True):
     sessions: bool = False  #: whether their environments' sessions end, too
 
 
-@carried_out_by(Role.ROLLOUT)
 class ReleaseTrajectories(Command, frozen=True, kw_only=True):
     """Stop generating these placements, hand all their tokens to the store, and report it.
 
@@ -209,7 +191,6 @@ class TrajectoryEnding(Item, frozen=True, kw_only=True, omit_defaults=True):
     step: int  #: step that trained it or whose weights were evaluated, -1 for a drop
 
 
-@carried_out_by(Role.STORE)
 class EndTrajectories(Command, frozen=True, kw_only=True):
     """Write how trajectories ended and fence every lower placement of them."""
 
@@ -228,7 +209,6 @@ class BatchCandidate(Item, frozen=True, kw_only=True, omit_defaults=True):
     rewards: tuple[float, ...]
 
 
-@carried_out_by(Role.STRATEGY)
 class ProposeBatch(Command, frozen=True, kw_only=True):
     """Ask the user's function which finished groups to train next."""
 
@@ -237,7 +217,7 @@ class ProposeBatch(Command, frozen=True, kw_only=True):
     candidates: tuple[BatchCandidate, ...]
 
 
-ALL_COMMANDS: tuple[type[Command], ...] = tuple(CARRIED_OUT_BY)
+ALL_COMMANDS: tuple[type[Command], ...] = tuple(Command.__subclasses__())
 
 if TYPE_CHECKING:
     AnyCommand: TypeAlias = Command

@@ -1,7 +1,7 @@
 """Events that every actor reports of itself, and events of nodes and the store.
 
 Reads   nothing
-Gives   one frozen struct per event, each declared with its senders and the commands that it ends
+Gives   one frozen struct per event, each declared with the commands that it ends
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, reported_by
+from laminar.events.base import Event, ends_commands
 from laminar.events.families import Item
 from laminar.names.ids import TrajectoryId
-from laminar.names.roles import ACTOR_ROLES, Role
 
 
-@reported_by(*ACTOR_ROLES, ends=(cmd.RestartActor,))
+@ends_commands(cmd.RestartActor)
 class ActorJoined(Event, frozen=True, kw_only=True):
     """A process sent its first hello; it has no incarnation yet."""
 
@@ -30,12 +29,11 @@ class ActorJoined(Event, frozen=True, kw_only=True):
     job_restarts: int = 0  #: number of earlier starts of that job
 
 
-@reported_by(*ACTOR_ROLES, ends=(cmd.StopActor,))
+@ends_commands(cmd.StopActor)
 class ActorLeft(Event, frozen=True, kw_only=True):
     """A process has ended gracefully; its last event, also after a failure."""
 
 
-@reported_by(*ACTOR_ROLES)
 class ActorFailed(Event, frozen=True, kw_only=True):
     """An actor cannot continue; `user_error` marks a mistake in config, data or model."""
 
@@ -45,7 +43,7 @@ class ActorFailed(Event, frozen=True, kw_only=True):
     link: bool = False  #: whether a link to another process failed: its work is not to blame
 
 
-@reported_by(Role.NODE, ends=(cmd.StopActor, cmd.RestartActor))
+@ends_commands(cmd.StopActor, cmd.RestartActor)
 class ProcessExited(Event, frozen=True, kw_only=True):
     """An actor's process is gone; `restarting` says whether its node restarts it."""
 
@@ -56,7 +54,6 @@ class ProcessExited(Event, frozen=True, kw_only=True):
     reason: str = ""  #: reason not to restart it, where its exit alone does not explain that
 
 
-@reported_by(Role.STORE)
 class DataLoaded(Event, frozen=True, kw_only=True):
     """The prompt pool is durable; rows are 0..num_train-1 and 0..num_eval-1."""
 
@@ -74,7 +71,7 @@ class EndedTrajectory(Item, frozen=True, kw_only=True):
     tokens_lost: int  #: discarded tokens of earlier attempts
 
 
-@reported_by(Role.STORE, ends=(cmd.GenerateTrajectory, cmd.ScoreTrajectories, cmd.EndTrajectories))
+@ends_commands(cmd.GenerateTrajectory, cmd.ScoreTrajectories, cmd.EndTrajectories)
 class TrajectoriesEnded(Event, frozen=True, kw_only=True):
     """The store has written how these trajectories ended; ends one command."""
 

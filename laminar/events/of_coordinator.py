@@ -1,7 +1,7 @@
 """Events that the coordinator reports itself: its start, timers, silent and returning actors.
 
 Reads   nothing
-Gives   one frozen struct per event, each declared with its senders and the commands that it ends
+Gives   one frozen struct per event, each declared with the commands that it ends
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, Settings, reported_by
+from laminar.events.base import Event, Settings, ends_commands
 from laminar.events.families import Item
 from laminar.names.ids import GroupId
-from laminar.names.roles import Role
 
 
 class UnfinishedPrompt(Item, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,7 +36,6 @@ class ForkOrigin(Item, frozen=True, kw_only=True, omit_defaults=True):
     unfinished: tuple[UnfinishedPrompt, ...] = ()  #: in the order of dispatch
 
 
-@reported_by(Role.COORDINATOR)
 class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """First record of every coordinator incarnation."""
 
@@ -51,14 +49,14 @@ class CoordinatorStarted(Event, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-@reported_by(Role.COORDINATOR, ends=(cmd.RestartActor, cmd.ProposeBatch))
+@ends_commands(cmd.RestartActor, cmd.ProposeBatch)
 class TimerFired(Event, frozen=True, kw_only=True):
     """A timer of the state is due; a timer that is no longer set is ignored."""
 
     timer: str
 
 
-@reported_by(Role.COORDINATOR, ends=(cmd.StopActor,))
+@ends_commands(cmd.StopActor)
 class HeartbeatLost(Event, frozen=True, kw_only=True):
     """The failure detector gave up on an actor: it was silent for its whole lease."""
 
@@ -68,7 +66,6 @@ class HeartbeatLost(Event, frozen=True, kw_only=True):
     cut_off: bool = False  #: whether its whole machine was silent: no work there is to blame
 
 
-@reported_by(Role.COORDINATOR)
 class NodeSilent(Event, frozen=True, kw_only=True):
     """A node was silent for its lease, while other processes of its machine still respond."""
 
@@ -77,7 +74,6 @@ class NodeSilent(Event, frozen=True, kw_only=True):
     silent_ms: int
 
 
-@reported_by(Role.COORDINATOR)
 class NodeRecovered(Event, frozen=True, kw_only=True):
     """A silent node responds again."""
 
@@ -85,7 +81,6 @@ class NodeRecovered(Event, frozen=True, kw_only=True):
     node_incarnation: int
 
 
-@reported_by(Role.COORDINATOR)
 class DrainRequested(Event, frozen=True, kw_only=True):
     """The user asked the run to end gracefully (Ctrl-C), at once (a second one), or to pause.
 
@@ -98,7 +93,6 @@ class DrainRequested(Event, frozen=True, kw_only=True):
     response_timeout_ms: int = 0
 
 
-@reported_by(Role.COORDINATOR)
 class RunResumed(Event, frozen=True, kw_only=True):
     """No process of the run was left (a power cut, a time limit): all are restarted.
 
@@ -110,7 +104,6 @@ class RunResumed(Event, frozen=True, kw_only=True):
     save_freq: int
 
 
-@reported_by(Role.COORDINATOR)
 class TrainingWarning(Event, frozen=True, kw_only=True):
     """Training shows a problem that a person should look at; each kind is reported once."""
 
@@ -119,7 +112,7 @@ class TrainingWarning(Event, frozen=True, kw_only=True):
     text: str  #: the figure, its limit, and the place to look
 
 
-@reported_by(Role.COORDINATOR, ends=(cmd.ProposeBatch,))
+@ends_commands(cmd.ProposeBatch)
 class BatchProposed(Event, frozen=True, kw_only=True):
     """The user's batch strategy answered; `groups` is empty when it failed."""
 

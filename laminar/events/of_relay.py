@@ -1,18 +1,16 @@
 """Events that relays report.
 
 Reads   nothing
-Gives   one frozen struct per event, each declared with its senders and the commands that it ends
+Gives   one frozen struct per event, each declared with the commands that it ends
 """
 
 from __future__ import annotations
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, reported_by
+from laminar.events.base import Event, ends_commands
 from laminar.events.reasons import TransferForm
-from laminar.names.roles import Role
 
 
-@reported_by(Role.RELAY)
 class RelayReady(Event, frozen=True, kw_only=True):
     """The relay listens, for processes of its machine and for the relay before it."""
 
@@ -20,7 +18,7 @@ class RelayReady(Event, frozen=True, kw_only=True):
     chain_address: str  #: host:port to which another relay sends weights
 
 
-@reported_by(Role.RELAY, ends=(cmd.PublishWeights,))
+@ends_commands(cmd.PublishWeights)
 class WeightsPublished(Event, frozen=True, kw_only=True):
     """The relay of the trainer's machine holds a complete, digested version."""
 
@@ -31,7 +29,6 @@ class WeightsPublished(Event, frozen=True, kw_only=True):
     held: tuple[int, ...]  #: versions that can be pulled now, ascending
 
 
-@reported_by(Role.RELAY)
 class WeightsReceived(Event, frozen=True, kw_only=True):
     """A relay has a complete version from the relay before it, and its digest is correct."""
 
@@ -44,7 +41,7 @@ class WeightsReceived(Event, frozen=True, kw_only=True):
     held: tuple[int, ...]  #: versions that can be pulled now, ascending
 
 
-@reported_by(Role.RELAY, ends=(cmd.ForwardWeights,))
+@ends_commands(cmd.ForwardWeights)
 class RelayLinked(Event, frozen=True, kw_only=True):
     """The connection to the successor is established (or closed, for none); ends one command."""
 
@@ -52,7 +49,6 @@ class RelayLinked(Event, frozen=True, kw_only=True):
     successor: str  #: name of the relay; empty: none
 
 
-@reported_by(Role.RELAY)
 class TransferProblem(Event, frozen=True, kw_only=True, omit_defaults=True):
     """A transfer between two relays failed; the fault was handled, or is being retried."""
 

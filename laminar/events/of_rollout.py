@@ -1,7 +1,7 @@
 """Events that rollout replicas report.
 
 Reads   nothing
-Gives   one frozen struct per event, each declared with its senders and the commands that it ends
+Gives   one frozen struct per event, each declared with the commands that it ends
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, reported_by
+from laminar.events.base import Event, ends_commands
 from laminar.events.reasons import EndedBy, FailureReason, FinishReason, RewardOutcome
 from laminar.names.ids import TrajectoryId
-from laminar.names.roles import Role
 
 
-@reported_by(Role.ROLLOUT)
 class ReplicaReady(Event, frozen=True, kw_only=True):
     """The engine can take work once it has weights."""
 
@@ -25,7 +23,7 @@ class ReplicaReady(Event, frozen=True, kw_only=True):
     max_batch: int = 0
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
+@ends_commands(cmd.PullWeights)
 class WeightsLoaded(Event, frozen=True, kw_only=True):
     """The engine generates with this version: digest checked, probe within tolerance."""
 
@@ -39,7 +37,7 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
     probe_kl: float | None = None  #: estimated KL(engine, trainer) over the probe, nats per token
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
+@ends_commands(cmd.PullWeights)
 class WeightsRejected(Event, frozen=True, kw_only=True):
     """Digest or probe failed after two loads: the replica does not serve this version."""
 
@@ -47,7 +45,7 @@ class WeightsRejected(Event, frozen=True, kw_only=True):
     reason: str
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
+@ends_commands(cmd.PullWeights)
 class VersionMissing(Event, frozen=True, kw_only=True):
     """The relay no longer holds the version that was to be pulled."""
 
@@ -55,7 +53,7 @@ class VersionMissing(Event, frozen=True, kw_only=True):
     held: tuple[int, ...]
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.PullWeights,))
+@ends_commands(cmd.PullWeights)
 class CheckpointRefused(Event, frozen=True, kw_only=True):
     """The checkpoint that was to be loaded cannot be read, or differs from the trained weights."""
 
@@ -63,7 +61,6 @@ class CheckpointRefused(Event, frozen=True, kw_only=True):
     reason: str
 
 
-@reported_by(Role.ROLLOUT)
 class TrajectoryStarted(Event, frozen=True, kw_only=True):
     """The store opened the trajectory for this placement and the engine has it."""
 
@@ -73,7 +70,6 @@ class TrajectoryStarted(Event, frozen=True, kw_only=True):
     prompt_tokens: int = 0  #: 0: unknown
 
 
-@reported_by(Role.ROLLOUT)
 class TokenProgress(Event, frozen=True, kw_only=True, omit_defaults=True):
     """A gauge of one replica: unsequenced, never resent, the last value wins.
 
@@ -94,7 +90,7 @@ class TokenProgress(Event, frozen=True, kw_only=True, omit_defaults=True):
     lengths: dict[TrajectoryId, int] = msgspec.field(default_factory=dict)
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.GenerateTrajectory,))
+@ends_commands(cmd.GenerateTrajectory)
 class TrajectoryFinished(Event, frozen=True, kw_only=True):
     """The last token is sampled and the whole response is durable in the store."""
 
@@ -104,14 +100,14 @@ class TrajectoryFinished(Event, frozen=True, kw_only=True):
     finish_reason: FinishReason
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.ReleaseTrajectories,))
+@ends_commands(cmd.ReleaseTrajectories)
 class TrajectoriesReleased(Event, frozen=True, kw_only=True):
     """The trajectories of the command no longer run here, and the store has all their tokens."""
 
     command_id: int
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.GenerateTrajectory, cmd.ScoreTrajectories))
+@ends_commands(cmd.GenerateTrajectory, cmd.ScoreTrajectories)
 class TrajectoryFailed(Event, frozen=True, kw_only=True):
     """A trajectory cannot be trained (refused log-probs, unscored, reward worker lost)."""
 
@@ -121,7 +117,7 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
     detail: str
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.ScoreTrajectories,))
+@ends_commands(cmd.ScoreTrajectories)
 class TurnFinished(Event, frozen=True, kw_only=True):
     """A turn is over and its environment has answered: the store has the answer as context."""
 
@@ -130,7 +126,7 @@ class TurnFinished(Event, frozen=True, kw_only=True):
     turn: int  #: number of the next turn, from 1
 
 
-@reported_by(Role.ROLLOUT, ends=(cmd.ScoreTrajectories,))
+@ends_commands(cmd.ScoreTrajectories)
 class TrajectoryRewarded(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The reward is durable in the store; a failed one is `reward.error_score`."""
 

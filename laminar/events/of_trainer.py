@@ -1,7 +1,7 @@
 """Events that the trainer reports.
 
 Reads   nothing
-Gives   one frozen struct per event, each declared with its senders and the commands that it ends
+Gives   one frozen struct per event, each declared with the commands that it ends
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events import commands as cmd
-from laminar.events.base import Event, reported_by
+from laminar.events.base import Event, ends_commands
 from laminar.events.families import Item
 from laminar.names.ids import TrajectoryId
-from laminar.names.roles import Role
 
 
 class Checkpoint(Item, frozen=True, kw_only=True):
@@ -31,7 +30,6 @@ class TrainFunction(Item, frozen=True, kw_only=True):
     digest: str  #: digest of its file
 
 
-@reported_by(Role.TRAINER)
 class TrainerReady(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The policy is loaded as at the start of the run, and its first slot is granted."""
 
@@ -41,7 +39,7 @@ class TrainerReady(Event, frozen=True, kw_only=True, omit_defaults=True):
     functions: tuple[TrainFunction, ...] = ()
 
 
-@reported_by(Role.TRAINER, ends=(cmd.LoadCheckpoint,))
+@ends_commands(cmd.LoadCheckpoint)
 class CheckpointLoaded(Event, frozen=True, kw_only=True):
     """Parameters, optimizer and all other state are those of this checkpoint."""
 
@@ -49,7 +47,7 @@ class CheckpointLoaded(Event, frozen=True, kw_only=True):
     step: int
 
 
-@reported_by(Role.TRAINER, ends=(cmd.RepeatStep,))
+@ends_commands(cmd.RepeatStep)
 class StepRepeated(Event, frozen=True, kw_only=True):
     """A batch of the log was trained again; its weights were not published."""
 
@@ -69,7 +67,7 @@ class ExcludedRows(Item, frozen=True, kw_only=True):
     trajectories: tuple[TrajectoryId, ...]
 
 
-@reported_by(Role.TRAINER, ends=(cmd.TrainStep,))
+@ends_commands(cmd.TrainStep)
 class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
     """The optimizer has consumed one batch, and the trainer's step log has it on disk."""
 
@@ -84,7 +82,6 @@ class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True):
     nonfinite_updates: int = 0  #: updates skipped because their gradient was not finite
 
 
-@reported_by(Role.TRAINER)
 class PublishSkipped(Event, frozen=True, kw_only=True):
     """No slot was free in time: these weights are published later, and the trainer continued."""
 
@@ -93,7 +90,7 @@ class PublishSkipped(Event, frozen=True, kw_only=True):
     reason: str
 
 
-@reported_by(Role.TRAINER, ends=(cmd.ExportModel,))
+@ends_commands(cmd.ExportModel)
 class ModelExported(Event, frozen=True, kw_only=True):
     """The export was written and loaded again, and its weights are on their way to the relay."""
 
@@ -101,7 +98,7 @@ class ModelExported(Event, frozen=True, kw_only=True):
     path: str
 
 
-@reported_by(Role.TRAINER, ends=(cmd.SaveCheckpoint,))
+@ends_commands(cmd.SaveCheckpoint)
 class CheckpointSaved(Event, frozen=True, kw_only=True):
     """A version is on disk, complete and synced, for replicas of every machine."""
 

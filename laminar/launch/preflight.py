@@ -358,11 +358,9 @@ def _check_files(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def run_size(config: Config) -> int:
-    """Return the number of processes that connect to the coordinator.
-
-    On each machine: a node daemon, a relay and its replicas; on the first also store and trainer.
-    """
-    return config.total_replicas + 2 * config.run.nodes + 2
+    """Return the number of processes that connect to the coordinator, nodes included."""
+    machines = range(config.run.nodes)
+    return sum(1 + sum(dict(config.processes_on(machine)).values()) for machine in machines)
 
 
 def _check_strategy(config: Config) -> None:

@@ -14,7 +14,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from laminar.actors.system.roles import collect_needs
 from laminar.config import Config
@@ -24,7 +24,7 @@ from laminar.engines.environment import visible_gpus
 class PreforkedNode:
     """Importing node daemon; `start_node` makes it join a run, `close` ends an unused one."""
 
-    def __init__(self, config: Config, roles: Sequence[str]) -> None:
+    def __init__(self, config: Config, roles: Iterable[str]) -> None:
         """Start the process in a separate session, so that only its starter forwards Ctrl-C."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         imports = json.dumps(collect_needs(roles, config, gpus=bool(visible_gpus())))

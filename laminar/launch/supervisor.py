@@ -55,14 +55,9 @@ TURNS_MAX = 4096  #: bytes read at once: more than a coordinator writes between 
 Process = subprocess.Popen[bytes]
 
 
-def roles_of(machine: int) -> list[str]:
-    """Return the roles of a machine: the first also has the store and the trainer."""
-    return [*(("store", "trainer") if machine == 0 else ()), "relay", "rollout"]
-
-
 def node_args(config: Config, machine: int) -> list[str]:
     """Return the options of the machine's laminar-node."""
-    roles = ",".join([*roles_of(machine)[:-1], f"rollout:{config.replicas_on(machine)}"])
+    roles = ",".join(f"{role}:{count}" for role, count in config.processes_on(machine))
     words = ["--name", f"node-{machine}", "--roles", roles]
     if ip_of(config.coordinator.host, "coordinator.host").startswith("127."):
         return [*words, "--host", f"127.0.0.{machine + 1}"]

@@ -41,7 +41,7 @@ from laminar.launch.resume_check import (
     find_data_digest,
 )
 from laminar.launch.reward_check import show_trial
-from laminar.launch.supervisor import StopRequest, Supervisor, node_args, roles_of
+from laminar.launch.supervisor import StopRequest, Supervisor, node_args
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.observe.logs import create_attempt
@@ -129,7 +129,7 @@ def _prefork_nodes(config: Config, ends: contextlib.ExitStack) -> list[Preforked
     """Start importing nodes, which `ends` closes."""
     nodes = []
     for index in range(config.run.nodes):
-        node = PreforkedNode(config, roles_of(index))
+        node = PreforkedNode(config, dict(config.processes_on(index)))
         nodes.append(ends.enter_context(contextlib.closing(node)))
     return nodes
 

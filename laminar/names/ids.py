@@ -17,6 +17,8 @@ from typing import NewType
 import msgspec
 import xxhash
 
+from laminar.names.roles import ROLE_TABLE, Place
+
 GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 ActorName = NewType("ActorName", str)  #: "rollout-0", "relay-0", "trainer-0", "store-0", "node-0"
@@ -58,11 +60,11 @@ def node_index(node: str) -> int:
 def actor_name(role: str, node: str, index: int) -> ActorName:
     """Return the name of a process of a machine, unique in the run without coordination.
 
-    Each machine has one relay, numbered like the machine. Replicas of the first machine are
-    "rollout-0", "rollout-1", ..., those of machine 3 "rollout-3.0", "rollout-3.1", ..."""
+    A role of which a machine has one is numbered like the machine. Replicas of the first machine
+    are "rollout-0", "rollout-1", ..., those of machine 3 "rollout-3.0", "rollout-3.1", ..."""
     machine = node_index(node)
-    if role == "relay":
-        return ActorName(f"relay-{machine}")
+    if ROLE_TABLE[role].place != Place.SEVERAL:
+        return ActorName(f"{role}-{machine}")
     return ActorName(f"{role}-{machine}.{index}" if machine else f"{role}-{index}")
 
 

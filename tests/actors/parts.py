@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -58,6 +59,7 @@ class FakeHost:
         self.config: Config = load_config([], [*MINIMAL, "coordinator.heartbeat_ms=50", *settings])
         self.log = structlog.get_logger()
         self.telemetry = Telemetry()
+        self.add_outlet = self.telemetry.add_outlet
         self.events: list[Event] = []
         self.gauges: list[Event] = []
         self.failures: list[str] = []
@@ -106,11 +108,10 @@ class FakeHost:
     def _report_refused(self, reason: str) -> None:
         self.failures.append(reason)
 
-    now_ns = SystemProcess.now_ns
+    now_ns = staticmethod(time.monotonic_ns)
     make_client = SystemProcess.make_client
     make_server = SystemProcess.make_server
     publish_address = SystemProcess.publish_address
-    add_outlet = SystemProcess.add_outlet
 
     def end(self) -> None:
         """What a killed process does: none of its tasks goes on."""

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from laminar.actors.system.roles import ROLES, collect_needs, get_process_kind
+from laminar.actors.system.roles import collect_needs, get_process_kind
 from laminar.config import Config, load_config
+from laminar.names.roles import NODE_ROLES
 
 
 def config(*settings: str) -> Config:
@@ -19,7 +20,7 @@ def config(*settings: str) -> Config:
 @pytest.mark.parametrize("gpus", [True, False])
 def test_vllm_has_imports_and_variables_of_its_own(gpus: bool) -> None:
     """Those of a vLLM on CPU would make the trainer slow, and another's make vLLM wrong."""
-    found = collect_needs(ROLES, config("rollout.engine=vllm"), gpus=gpus)
+    found = collect_needs(NODE_ROLES, config("rollout.engine=vllm"), gpus=gpus)
     assert {*found} == {"torch", "vllm"}
     assert found["torch"].environment == {}
     assert ("OMP_NUM_THREADS" in found["vllm"].environment) == (not gpus)
@@ -28,8 +29,8 @@ def test_vllm_has_imports_and_variables_of_its_own(gpus: bool) -> None:
 
 def test_an_emulated_run_has_one_kind_of_process_which_never_loads_a_model() -> None:
     emulated = load_config([], ["rollout.engine=emulated"])
-    found = collect_needs(ROLES, emulated, gpus=False)
-    assert {get_process_kind(role, emulated) for role in ROLES} == {*found} == {"emulated"}
+    found = collect_needs(NODE_ROLES, emulated, gpus=False)
+    assert {get_process_kind(role, emulated) for role in NODE_ROLES} == {*found} == {"emulated"}
     names = json.dumps(found["emulated"].modules)
     program = (
         "import importlib, json, sys\n"

@@ -22,7 +22,7 @@ from laminar.core.state.members import ActorState
 from laminar.core.state.state import State, decode, encode, hash_state
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, REPORTED_BY, Command, Event, Stamped
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.names.roles import ACTOR_ROLES
 from tests.core.event_probes import fitting, spoiled
 from tools.kit.event_cells import PHASES, TRAJECTORY_EVENTS, Cell, StatusCell
@@ -128,18 +128,16 @@ class ProbedWorld(World):
         trial, phase = Trial(self.state), self.state.run.phase
         for sender, role, liveness in _senders(self.state):
             fits = fitting(self.state, sender.name)
+            own = [kind for kind in fits if liveness == "alive" and role in ev.REPORTED_BY[kind]]
             for kind, events in fits.items():
-                may = (liveness == "alive" and role in REPORTED_BY[kind]) or kind is ev.ActorJoined
+                may = kind in own or kind is ev.ActorJoined
                 for event in events if may else events[:1]:
                     verdict = trial.verdict(sender.name, sender.incarnation, event)
                     self.sampler.note(Cell(phase, kind, role, liveness), verdict)
                     if may and isinstance(event, TRAJECTORY_EVENTS):
                         self._note_status(event, verdict)
-            if liveness == "alive":
-                told = [
-                    e for kind, events in fits.items() if role in REPORTED_BY[kind] for e in events
-                ]
-                self._try_spoiled(trial, sender, told)
+            if own:
+                self._try_spoiled(trial, sender, [e for kind in own for e in fits[kind]])
         trial.end()
 
     def _try_spoiled(self, trial: Trial, sender: ActorState, told: list[Event]) -> None:

@@ -11,7 +11,7 @@ from laminar.core.state.indexes import indexes_of
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import REPORTED_BY, Command, Event
+from laminar.events.base import Command, Event
 from laminar.names.ids import TrajectoryId
 from tests.core.event_probes import fitting, spoiled
 from tools.kit.bench import Bench, only
@@ -187,7 +187,7 @@ class BrokenWorld(World):
             return
         liar = self.chance.choice(liars)
         fits = fitting(self.state, liar.name)
-        may = [kind for kind in fits if liar.role in REPORTED_BY[kind] and kind not in FINAL]
+        may = [kind for kind in fits if liar.role in ev.REPORTED_BY[kind] and kind not in FINAL]
         told = [event for kind in may for event in fits[kind]]
         self.lies += 1
         lie = spoiled(self.chance.choice(told), self.chance)

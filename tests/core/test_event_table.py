@@ -10,7 +10,6 @@ import pytest
 from laminar.core.context import Context
 from laminar.core.machine import HANDLING
 from laminar.events import events as ev
-from laminar.events.base import REPORTED_BY
 from tests.core.event_table import Verdicts, try_out
 from tools.kit.event_cells import CELLS, STATUS_CELLS, TRAJECTORY_EVENTS, Cell, StatusCell
 
@@ -31,7 +30,7 @@ def test_only_the_living_and_the_right_senders_are_heard(verdicts: Verdicts) -> 
     for cell, found in verdicts.items():
         if not isinstance(cell, Cell) or cell.event is ev.ActorJoined:
             continue
-        if cell.liveness != "alive" or cell.role not in REPORTED_BY[cell.event]:
+        if cell.liveness != "alive" or cell.role not in ev.REPORTED_BY[cell.event]:
             assert set(found) == {"ignored"}, (cell, found)
 
 

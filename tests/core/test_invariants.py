@@ -16,6 +16,7 @@ from laminar.core.state.statuses import Phase, TrajectoryStatus
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
+from laminar.names.roles import Role
 from tests.core.repack.test_migration import moving
 from tools.kit.bench import Bench
 
@@ -100,6 +101,10 @@ def trained_too_late(state: State) -> None:
 
 def command_to_a_fenced_process(state: State) -> None:
     state.members.actors["rollout-0"].incarnation += 1
+
+
+def command_to_another_role(state: State) -> None:
+    state.members.actors["rollout-0"].role = Role.STORE
 
 
 def work_without_a_command(state: State) -> None:
@@ -212,6 +217,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     deadline_forgotten: invariants.staleness_within_bound,
     trained_too_late: invariants.staleness_within_bound,
     command_to_a_fenced_process: invariants.commands_have_living_owners,
+    command_to_another_role: invariants.commands_have_living_owners,
     work_without_a_command: invariants.every_wait_has_an_owner,
     work_that_nobody_watches: invariants.every_wait_has_an_owner,
     command_without_a_deadline: invariants.commands_have_deadlines,

@@ -16,7 +16,7 @@ from laminar.core.machine import StateMachine, run_planner
 from laminar.core.state.state import hash_state
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import REPORTED_BY, Command, Event, Stamped
+from laminar.events.base import Command, Event, Stamped
 from laminar.events.codec import encode
 from tests.hash_seeds import printed_under
 from tools.kit.random_worlds import (
@@ -110,7 +110,7 @@ def test_every_sender_of_the_world_is_listed(good_runs: list[World]) -> None:
     for world in good_runs:
         for stamped, _ in world.log:
             role = stamped.peer.rpartition("-")[0] or stamped.peer
-            assert role in REPORTED_BY[type(stamped.event)], stamped
+            assert role in ev.REPORTED_BY[type(stamped.event)], stamped
 
 
 def test_runs_with_weights_in_flight_end_with_three_books_that_agree() -> None:

@@ -1,4 +1,4 @@
-"""docs/events.md: every event and command, from their declarations and the core's registry.
+"""docs/events.md: every event and command, from the code that declares them.
 
     python -m tools.make.events_page > docs/events.md
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from laminar.core.machine import HANDLING
-from laminar.events.base import CARRIED_OUT_BY, ENDS
-from laminar.events.events import ALL_EVENTS
+from laminar.events.base import ENDS, get_tag
+from laminar.events.commands import ALL_COMMANDS
+from laminar.events.events import ALL_EVENTS, REPORTED_BY
+from laminar.names.roles import find_roles
 
 
 def markdown() -> str:
@@ -25,20 +27,20 @@ def markdown() -> str:
             "",
             _first_line(event),
             "",
-            f"- Reported by: {', '.join(HANDLING[event].senders)}",
-            f"- Ends: {_names(ENDS[event]) or 'nothing'}",
+            f"- Reported by: {', '.join(REPORTED_BY[event])}",
+            f"- Ends: {_names(ENDS.get(event, ())) or 'nothing'}",
             f"- Handled by: `{handler.__module__}.{handler.__qualname__}`",
             "",
         ]
     lines += ["## Commands", ""]
-    for command, roles in CARRIED_OUT_BY.items():
+    for command in ALL_COMMANDS:
         ended_by = _names(event for event, ends in ENDS.items() if command in ends)
         lines += [
             f"### {_name(command)}",
             "",
             _first_line(command),
             "",
-            f"- Carried out by: {', '.join(roles)}",
+            f"- Carried out by: {', '.join(find_roles(get_tag(command)))}",
             f"- Ended by: {ended_by or 'nothing; losing it breaks nothing'}",
             "",
         ]
@@ -46,7 +48,7 @@ def markdown() -> str:
 
 
 def _name(kind: type) -> str:
-    return f"`{kind.__struct_config__.tag}`"  # type: ignore[attr-defined]
+    return f"`{get_tag(kind)}`"
 
 
 def _names(kinds: Iterable[type]) -> str:

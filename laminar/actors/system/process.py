@@ -36,7 +36,7 @@ from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
 from laminar.observe.files import GrowingFile
 from laminar.observe.logs import configure_logging, get_logger, make_logger
-from laminar.observe.telemetry import KEPT_MAX, Item, Outlet, print_lines
+from laminar.observe.telemetry import print_lines
 from laminar.run.directory import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR, run_config
 from laminar.run.fail_points import FailPoints
 from laminar.run.lock import RunLock
@@ -66,9 +66,10 @@ class SystemProcess:
         self.run_id, self.bulk_key = own.secret.run_id, own.secret.derive_key("bulk")
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
         self.log, self.clock_offset_ns = own.get_log(name), own.clock_offset_ns
-        self.telemetry = own.telemetry
+        self.now_ns, self.add_outlet = time.monotonic_ns, own.telemetry.add_outlet
+        self.watch_for_stop, self.directory_lost = own.watch_for_stop, own.directory_lost
         spans = GrowingFile(self.run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
-        self._spans = self.telemetry.add_outlet("timeline", spans.write)
+        self._spans = self.add_outlet("timeline", spans.write)
         self._fail_points = FailPoints(self.run_dir)
 
     def join(self, host: Host) -> None:
@@ -175,30 +176,14 @@ class SystemProcess:
 
     # --- the operating system -----------------------------------------------------------------
 
-    def now_ns(self) -> int:
-        return time.monotonic_ns()
-
     def record_span(self, line: dict[str, Any]) -> None:
         self._spans.put(json.dumps(line).encode() + b"\n")
 
     def print_message(self, text: str) -> None:
         self.own.terminal.put(f"{self.name}: {text}\n".encode(errors="replace"))
 
-    def add_outlet(
-        self, name: str, write: Callable[[list[Item]], None], *, kept: int = KEPT_MAX
-    ) -> Outlet[Item]:
-        return self.telemetry.add_outlet(name, write, kept=kept)
-
-    def watch_for_stop(
-        self, terminated: Callable[[str], None], starter_gone: Callable[[], None]
-    ) -> None:
-        self.own.watch_for_stop(terminated, starter_gone)
-
     def force_exit_after(self, after_s: float) -> None:
         faulthandler.dump_traceback_later(after_s, exit=True)
-
-    async def directory_lost(self) -> str:
-        return await self.own.directory_lost()
 
     def freeze_heap(self) -> None:
         gc.collect()

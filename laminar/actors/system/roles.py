@@ -9,53 +9,36 @@ Modules are named, not imported: a node knows what to import and imports none of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from laminar.config import Config
 from laminar.engines.environment import build_environment, engine_modules
+from laminar.names.roles import Role
 
 if TYPE_CHECKING:
     from laminar.actors.host import ActorRole, Host
-    from laminar.actors.trainer import TrainingRecord
     from laminar.training.rank_processes import RankProcesses
 
 COMMON = "torch"  #: the kind of all processes except those of another engine
 EMULATED = "emulated"  #: the kind of all processes in a run without models
 RANK_LOST_S = 5.0  #: time limit for a trainer that lost a rank to report it and leave
-_TOKENIZER = "transformers.models.auto.tokenization_auto"
-_MODEL = "transformers.models.auto.modeling_auto"
-_MODULES = {
-    "store": (
-        "laminar.actors.store",
-        "laminar.storage.database",
-        "laminar.tasks.run_prompts",
-        _TOKENIZER,
-    ),
-    "relay": ("laminar.actors.relay", "laminar.weights.machine"),
-    "trainer": ("laminar.actors.trainer", "laminar.actors.system.learners", _TOKENIZER, _MODEL),
-    "rollout": ("laminar.actors.rollout", "laminar.actors.system.replica", _TOKENIZER),
-}
-_EMULATED_MODULES = {
-    "store": ("laminar.actors.store", "laminar.storage.database", "laminar.actors.system.emulated"),
-    "relay": _MODULES["relay"],
-    "trainer": (
-        "laminar.actors.trainer",
-        "laminar.actors.system.emulated",
-        "laminar.weights.version.slot_writer",
-    ),
-    "rollout": ("laminar.actors.rollout", "laminar.actors.system.emulated"),
-}
 
-ROLES = tuple(_MODULES)
+
+class ActorParts(NamedTuple):
+    """A role's actor, and what its process imports before that is made."""
+
+    make: Callable[[Host], ActorRole]
+    modules: tuple[str, ...]
+    emulated: tuple[str, ...]  #: in a run without models
 
 
 def get_process_kind(role: str, config: Config) -> str:
     """Return the kind of a process; one kind shares imports and environment."""
     if config.is_emulated:
         return EMULATED
-    return config.rollout.engine if role == "rollout" else COMMON
+    return config.rollout.engine if role == Role.ROLLOUT else COMMON
 
 
 class Needs(NamedTuple):
@@ -71,12 +54,12 @@ def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[s
     for role in dict.fromkeys(roles):
         need = found.setdefault(get_process_kind(role, config), Needs(["uvloop"], {}))
         if config.is_emulated:
-            need.modules.extend(_EMULATED_MODULES[role])
+            need.modules.extend(_ACTORS[role].emulated)
             continue
-        need.modules.extend(_MODULES[role])
-        if role == "store" and config.data.dataset:
+        need.modules.extend(_ACTORS[role].modules)
+        if role == Role.STORE and config.data.dataset:
             need.modules.append("reasoning_gym.factory")
-        if role == "rollout":
+        if role == Role.ROLLOUT:
             need.modules.extend(engine_modules(config, gpus))
             need.environment.update(build_environment(config, gpus))
     return found
@@ -84,14 +67,14 @@ def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[s
 
 def make_actor(host: Host) -> ActorRole:
     """Return the actor of a role; each role imports only what it needs."""
-    if host.role == "store":
-        return _make_store(host)
-    if host.role == "relay":
-        from laminar.actors.relay import Relay
-        from laminar.weights.machine import RelayMachine
+    return _ACTORS[host.role].make(host)
 
-        return Relay(host, RelayMachine(host.run_dir.name, host.run_id, host.node, host.boot_id))
-    return _make_trainer(host) if host.role == "trainer" else _make_rollout(host)
+
+def _make_relay(host: Host) -> ActorRole:
+    from laminar.actors.relay import Relay
+    from laminar.weights.machine import RelayMachine
+
+    return Relay(host, RelayMachine(host.run_dir.name, host.run_id, host.node, host.boot_id))
 
 
 def _make_store(host: Host) -> ActorRole:
@@ -135,14 +118,9 @@ def _make_trainer(host: Host) -> ActorRole:
         from laminar.actors.system.emulated import EmulatedFiles, EmulatedLearner, EmulatedWeights
 
         weights = EmulatedWeights(host.config)
-        learner, files = EmulatedLearner(host.config, weights), EmulatedFiles(weights)
-        return Trainer(host, learner, partial(SlotWriter, weights.fill_slot), files, book)
-    return _real_trainer(host, book)
-
-
-def _real_trainer(host: Host, book: TrainingRecord) -> ActorRole:
+        emulated, slots = EmulatedLearner(host.config, weights), weights.fill_slot
+        return Trainer(host, emulated, partial(SlotWriter, slots), EmulatedFiles(weights), book)
     from laminar.actors.system.learners import is_ranked, parts_of
-    from laminar.actors.trainer import Trainer
     from laminar.run.fail_points import FailPoints
 
     gang = _make_gang(host) if is_ranked(host.config) else None
@@ -166,3 +144,26 @@ def _make_gang(host: Host) -> RankProcesses:
         lost=lost,
         say=host.notify_user,
     )
+
+
+_STORE = ("laminar.actors.store", "laminar.storage.database")
+_RELAY = ("laminar.actors.relay", "laminar.weights.machine")
+_TRAINER = "laminar.actors.trainer"
+_ROLLOUT, _REPLICA = "laminar.actors.rollout", "laminar.actors.system.replica"
+_TOKENIZER = "transformers.models.auto.tokenization_auto"
+_MODEL = "transformers.models.auto.modeling_auto"
+_EMULATED = "laminar.actors.system.emulated"
+_ACTORS: dict[str, ActorParts] = {
+    Role.STORE: ActorParts(
+        _make_store, (*_STORE, "laminar.tasks.run_prompts", _TOKENIZER), (*_STORE, _EMULATED)
+    ),
+    Role.TRAINER: ActorParts(
+        _make_trainer,
+        (_TRAINER, "laminar.actors.system.learners", _TOKENIZER, _MODEL),
+        (_TRAINER, _EMULATED, "laminar.weights.version.slot_writer"),
+    ),
+    Role.RELAY: ActorParts(_make_relay, _RELAY, _RELAY),
+    Role.ROLLOUT: ActorParts(
+        _make_rollout, (_ROLLOUT, _REPLICA, _TOKENIZER), (_ROLLOUT, _EMULATED)
+    ),
+}

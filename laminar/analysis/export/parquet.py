@@ -21,7 +21,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from laminar.analysis.log.display import get_tag, step_number
+from laminar.analysis.log.display import step_number
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.trajectory_history import (
     EventClock,
@@ -32,7 +32,7 @@ from laminar.analysis.log.trajectory_history import (
 )
 from laminar.config import ConfigError
 from laminar.core.state.state import State
-from laminar.events.base import Command, Event, Stamped
+from laminar.events.base import Command, Event, Stamped, get_tag
 from laminar.run.renames import rename
 
 ROW_GROUP = 50_000  #: rows held before they are written: some 20 MB of events

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from laminar.analysis.export.perfetto_tracks import FLAGS, Span, Tracks
-from laminar.analysis.log.display import get_tag, step_number
+from laminar.analysis.log.display import step_number
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans
 from laminar.analysis.log.trajectory_history import (
@@ -39,7 +39,7 @@ from laminar.core.state.keys import CommandKey
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.events.base import COORDINATOR, Command, Event, Stamped, get_tag
 from laminar.run.renames import get_temp_path, rename
 
 PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING = (
@@ -54,7 +54,7 @@ KINDS = (
 )  # fmt: skip
 """Tracks of a process, from top to bottom."""
 
-ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")
+ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")  #: first, in this order
 
 #: Rare events that explain others.
 NOTABLE_EVENTS = (
@@ -118,7 +118,7 @@ def _rank_process(process: str) -> int:
     """Return a process's sort key: role, machine, number; rollout-3.0 is on machine 3 (from 0)."""
     role, _, place = process.rpartition("-")
     machine, _, number = place.rpartition(".")
-    order = ROLES.index(role or process)
+    order = (*ROLES, role or process).index(role or process)
     return (order << 40) + (int(machine or 0) << 20) + (int(number) if role else 0)
 
 

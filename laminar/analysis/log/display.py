@@ -1,7 +1,7 @@
 """Display form of events and commands: steps are counted from 1, scores are numbers.
 
 Reads   an event or a command
-Gives   display_fields: its fields as plain values; get_tag, its type; step_number
+Gives   display_fields: its fields as plain values; step_number
 
 Internally, a step is the index of its batch, from 0, and a score is its bits, so that no decision
 depends on a float. `laminar log dump --raw` and the tables of `laminar log export` show events as
@@ -26,10 +26,6 @@ BATCH_MESSAGES = (ev.StepCompleted, ev.BatchProposed, cmd.TrainStep, cmd.Propose
 def step_number(index: int) -> int:
     """Return the number displayed for the step of the batch with this index."""
     return index + 1
-
-
-def get_tag(message: Event | Command) -> str:
-    return str(message.__struct_config__.tag)
 
 
 def display_fields(message: Event | Command) -> dict[str, Any]:

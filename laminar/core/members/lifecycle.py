@@ -41,7 +41,8 @@ def plan_phase(ctx: Context) -> bool:
     """Move the run to its next phase if its condition holds; return whether it did."""
     if ctx.state.run.pausing:
         return pausing.plan_pause(ctx)
-    return _PLANS[ctx.state.run.phase](ctx)
+    plan = _PLANS.get(ctx.state.run.phase)
+    return plan is not None and plan(ctx)
 
 
 def end_failed_run(ctx: Context) -> None:
@@ -130,13 +131,14 @@ def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
 def handle_start_timeout(ctx: Context) -> None:
     """End the run, naming the roles that the start is missing."""
     state = ctx.state
-    missing = [role for role in (Role.STORE, Role.TRAINER) if not _is_role_ready(state, role)]
-    if not state.members.relays or (
-        live_actor(state, Role.TRAINER) is not None and master_relay(state) is None
-    ):
-        missing.insert(1, Role.RELAY)
-    if not state.members.replicas:
-        missing.append(Role.ROLLOUT)
+    has_trainer, has_head = live_actor(state, Role.TRAINER), master_relay(state)
+    present = {
+        Role.STORE: _is_role_ready(state, Role.STORE),
+        Role.RELAY: has_head or (state.members.relays and not has_trainer),
+        Role.TRAINER: _is_role_ready(state, Role.TRAINER),
+        Role.ROLLOUT: state.members.replicas,
+    }
+    missing = [role for role in present if not present[role]]
     waited = ", ".join(missing) or "the first weights to be published"
     fail_run(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
 
@@ -308,10 +310,6 @@ def _plan_stopping(ctx: Context) -> bool:
     return True
 
 
-def _plan_ended(ctx: Context) -> bool:
-    return False
-
-
 _PLANS = {
     Phase.STARTING: _plan_starting,
     Phase.RUNNING: _plan_running,
@@ -319,5 +317,4 @@ _PLANS = {
     Phase.FINAL_EVALUATION: _final_evaluation,
     Phase.ENDING: _plan_ending,
     Phase.STOPPING: _plan_stopping,
-    Phase.ENDED: _plan_ended,
 }

@@ -1,7 +1,8 @@
 """Membership: which processes belong to the run, and which have been fenced out.
 
-Reads   ActorJoined, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent, NodeRecovered
-Writes  state.members.actors
+Reads   ActorJoined, ReplicaReady, ActorLeft, ActorFailed, ProcessExited, HeartbeatLost, NodeSilent,
+        NodeRecovered
+Writes  state.members.actors, state.members.replicas
 Emits   AcceptActor, RefuseActor, and through recovery and relays whatever a loss calls for
 
 An actor is (name, incarnation). Each start of its process gets the next incarnation, so events
@@ -17,6 +18,8 @@ its work is not to blame.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from laminar.core import store_orders
 from laminar.core.context import Context
 from laminar.core.failing import fail_run
@@ -25,23 +28,29 @@ from laminar.core.registry import handles
 from laminar.core.scheduling import recovery
 from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
-from laminar.core.state.indexes import add_actor, clear_timer, end_actor, find_trainer, indexes_of
-from laminar.core.state.members import ActorState
+from laminar.core.state.indexes import (
+    add_actor,
+    add_replica,
+    clear_timer,
+    end_actor,
+    find_trainer,
+    indexes_of,
+)
+from laminar.core.state.members import ActorState, Replica
+from laminar.core.state.migrations import RepackState
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.steps import step_replay
-from laminar.core.validation import accept_any
+from laminar.core.validation import COUNT_MAX, accept_any
 from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, STRATEGY
-from laminar.names.roles import ACTOR_ROLES, Role
+from laminar.names.roles import ACTOR_ROLES, ROLE_TABLE, Loss, Place, Role
 
 REPLACED = "another process has its place"
 OTHER_NODE = "{} was lost or replaced since it has started this process"
 FORMER_MAX = 4
 """The boots remembered per node: after a network cut, the hello of an ended one comes soon."""
-SINGLE_ROLES = (Role.STORE, Role.TRAINER)  #: roles of which a run has one process, which it needs
 
 
 @handles(ev.ActorJoined, valid=accept_any)
@@ -56,25 +65,56 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         actor_lost(ctx, event.name, "was replaced by a new process")
         refusal = _find_refusal_reason(ctx, event)  # the loss may have ended the run
     if refusal:
-        ctx.issue_command(cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal))
-        return
+        refused = cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal)
+        return ctx.issue_command(refused)
     actor = _create_actor(state, event, known)
     add_actor(state, actor)
-    store_orders.handle_store_joined(state, actor)
     ctx.end_command(keys.restart_key(event.name))
-    if event.role not in (Role.RELAY, Role.TRAINER, Role.STORE):  # these roles are ready later
+    if not ROLE_TABLE[actor.role].is_back_ready:
         ctx.clear_timer(keys.rejoin_timer(event.name))
     ctx.issue_command(
         cmd.AcceptActor(to=event.name, boot_id=event.boot_id, incarnation=actor.incarnation)
     )
-    if event.role == Role.TRAINER:
-        broadcast.set_head(ctx)
-    elif event.role == Role.ROLLOUT:
-        if state.versions.newest >= 0:
-            ctx.clear_timer(keys.START)  # the start waited for nothing else
-        ctx.set_timer(keys.progress_timer(event.name), state.settings.engine_start_ms)
-    elif event.role == Role.NODE:
-        _await_machine(ctx, event.name)
+    if actor.role in _JOINED:
+        _JOINED[actor.role](ctx, actor)
+
+
+def _await_engine(ctx: Context, actor: ActorState) -> None:
+    """Watch the start of a replica's engine."""
+    if ctx.state.versions.newest >= 0:
+        ctx.clear_timer(keys.START)  # the start waited for nothing else
+    ctx.set_timer(keys.progress_timer(actor.name), ctx.state.settings.engine_start_ms)
+
+
+def _can_hold_group(state: State, event: ev.ReplicaReady) -> bool:
+    """Return whether a replica can hold a group; else it would wait for work that never fits."""
+    return state.settings.group_size <= event.max_num_seqs <= COUNT_MAX
+
+
+@handles(ev.ReplicaReady, valid=_can_hold_group)
+def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
+    """Register a replica whose engine can take work once it has weights."""
+    state, name = ctx.state, ctx.stamped.peer
+    if not ctx.mark_ready():
+        return
+    replica = Replica(
+        name=name,
+        relay=broadcast.name_of(Role.RELAY, state.members.actors[name].node),
+        capacity=event.max_num_seqs,
+        progress_ns=ctx.stamped.time_ns,
+    )
+    if state.settings.repack_policy:
+        replica.repack = RepackState(
+            max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens
+        )
+    add_replica(state, replica)
+    if (
+        replica.relay not in state.members.relays
+        and keys.rejoin_timer(replica.relay) not in state.orders.timers
+    ):
+        ctx.set_timer(keys.rejoin_timer(replica.relay), state.settings.start_timeout_ms)
+    ctx.set_timer(keys.progress_timer(name), state.settings.stall_ms)
+    ctx.touch_replica(name)
 
 
 def _create_actor(state: State, event: ev.ActorJoined, known: ActorState | None) -> ActorState:
@@ -101,10 +141,11 @@ def _create_actor(state: State, event: ev.ActorJoined, known: ActorState | None)
 
 def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str | None:
     """Return why this process may not join; None: it may."""
-    if event.role not in ACTOR_ROLES or event.name in (COORDINATOR, STRATEGY):
+    if event.role not in ACTOR_ROLES or event.name in (Role.COORDINATOR, Role.STRATEGY):
         return f"{event.name!r} with role {event.role!r} has no place in a run"
-    if event.role == Role.RELAY and event.name != broadcast.name_of(event.node):
-        return f"{event.name!r} is not the name of the relay of {event.node!r}"
+    one = ROLE_TABLE[event.role].place == Place.EACH
+    if one and event.name != broadcast.name_of(event.role, event.node):
+        return f"{event.name!r} is not the name of the {event.role} of {event.node!r}"
     known = ctx.state.members.actors.get(event.name)
     if _has_ended(ctx.state, event, known):
         return REPLACED
@@ -135,8 +176,8 @@ def _has_ended(state: State, event: ev.ActorJoined, known: ActorState | None) ->
 def _can_join_late(state: State, event: ev.ActorJoined) -> bool:
     """Return whether a process may join a run that ends: the store, or a node that restarts it."""
     if event.role != Role.NODE:
-        return store_orders.may_join(state, event.role)
-    return any(_is_needed(state, actor) for actor in _actors_of(state, event.name))
+        return broadcast.is_needed(state, event.role)
+    return any(broadcast.is_needed(state, actor.role) for actor in _actors_of(state, event.name))
 
 
 def _is_of_its_node(state: State, event: ev.ActorJoined) -> bool:
@@ -161,9 +202,8 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
 def on_actor_failed(ctx: Context, event: ev.ActorFailed) -> None:
     """Handle an actor that cannot continue: end the run, or recover its work."""
     name = ctx.stamped.peer
-    alone = ctx.state.members.actors[name].role in SINGLE_ROLES and not step_replay.may_be_lost(
-        ctx.state, name
-    )
+    needed = ROLE_TABLE[ctx.state.members.actors[name].role].loss == Loss.ENDS
+    alone = needed and not step_replay.may_be_lost(ctx.state, name)
     if event.user_error or alone:
         kind = FailureKind.USER_MISTAKE if event.user_error else FailureKind.PROCESS_FAILED
         if not fail_run(ctx, kind, name, f"{name}: {event.reason}"):
@@ -238,35 +278,30 @@ def on_heartbeat_lost(ctx: Context, event: ev.HeartbeatLost) -> None:
     if not node_alive:
         ctx.clear_timer(keys.rejoin_timer(event.actor))
         _give_up_process(ctx, event.actor, f"{event.actor}: {reason}")
-    elif _is_needed(state, actor):
+    elif broadcast.is_needed(state, actor.role):
         ctx.restart_actor(event.actor, reason, again=True, cut_off=event.cut_off)
 
 
 @handles(ev.NodeSilent, valid=accept_any)
 def on_node_silent(ctx: Context, event: ev.NodeSilent) -> None:
     """Mark a node as silent: its processes continue, and lost ones wait for it."""
-    node = ctx.state.members.actors.get(event.node)
-    if node is None or not node.alive or node.incarnation != event.node_incarnation:
-        return ctx.ignore("old-incarnation")
-    if node.silent:
-        return ctx.ignore("repeat")
-    node.silent = True
+    _set_silent(ctx, event, silent=True)
 
 
 @handles(ev.NodeRecovered, valid=accept_any)
 def on_node_recovered(ctx: Context, event: ev.NodeRecovered) -> None:
     """Mark a node as heard again: it carries out restarts, and sees processes end."""
+    _set_silent(ctx, event, silent=False)
+
+
+def _set_silent(ctx: Context, event: ev.NodeSilent | ev.NodeRecovered, *, silent: bool) -> None:
     node = ctx.state.members.actors.get(event.node)
     if node is None or not node.alive or node.incarnation != event.node_incarnation:
-        return ctx.ignore("old-incarnation")
-    if not node.silent:
-        return ctx.ignore("repeat")
-    node.silent = False
-
-
-def _is_needed(state: State, actor: ActorState) -> bool:
-    """Return whether the run needs an actor back when it is lost."""
-    return not broadcast.is_run_ending(state) or store_orders.may_join(state, actor.role)
+        ctx.ignore("old-incarnation")
+    elif node.silent == silent:
+        ctx.ignore("repeat")
+    else:
+        node.silent = silent
 
 
 def restart_expired(ctx: Context, order: cmd.RestartActor) -> None:
@@ -294,19 +329,15 @@ def _give_up_process(ctx: Context, name: str, why: str) -> bool:
     """Give up restarting a process; return whether the run cannot continue without it, and ends.
 
     A node may be replaced yet: its processes have a time to come back."""
-    actor = ctx.state.members.actors.get(name)
-    if actor is not None and actor.role == Role.NODE:
+    state, actor = ctx.state, ctx.state.members.actors.get(name)
+    role = actor.role if actor is not None else Role.RELAY  # awaited by replicas, and never joined
+    loss = ROLE_TABLE[role].loss
+    if role == Role.NODE or loss == Loss.CONTINUES:
         return False
-    if actor is not None and actor.role == Role.STORE:
-        ctx.clear_timer(keys.rejoin_timer(name))
-        return fail_run(ctx, FailureKind.STORE_LOST, name, why)
-    if step_replay.may_be_lost(ctx.state, name) and not broadcast.is_run_ending(ctx.state):
-        return fail_run(ctx, FailureKind.TRAINER_LOST, name, why)
-    if broadcast.is_trainer_relay(ctx.state, name):
-        return fail_run(ctx, FailureKind.RELAY_LOST, name, why)
-    if broadcast.can_work(ctx.state):
-        return False
-    return fail_run(ctx, FailureKind.REPLICAS_LOST, name, why)
+    ends = loss == Loss.ENDS and broadcast.is_needed(state, role)
+    if ends or broadcast.is_trainer_relay(state, name):
+        return fail_run(ctx, _LOSS_FAILURES.get(role, FailureKind.PROCESS_LOST), name, why)
+    return not broadcast.can_work(state) and fail_run(ctx, FailureKind.REPLICAS_LOST, name, why)
 
 
 def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> None:
@@ -319,27 +350,24 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
     actor.ready = False
     if state.run.stopped:  # its work is lost when the run is resumed
         return
-    if actor.role == Role.ROLLOUT:
-        recovery.replica_lost(ctx, name, blame=blame)
-        if not broadcast.is_run_ending(state):
-            ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
-    elif step_replay.may_be_lost(state, name):
-        step_replay.trainer_lost(ctx, name, reason, blame=blame)
-        lifecycle.end_failed_run(ctx)  # before another actor is lost, or joins
-    elif actor.role == Role.RELAY:
-        broadcast.handle_relay_lost(ctx, name)
-    elif actor.role == Role.STORE:
-        store_orders.handle_store_lost(ctx, name)
+    if actor.role in _LOST:
+        _LOST[actor.role](ctx, name, reason, blame)
+    if actor.role != Role.NODE and broadcast.is_needed(state, actor.role):
+        ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
     for key in list(indexes_of(state).commands.get(name, ())):
         if not store_orders.can_survive_restart(state, state.orders.commands[key].command):
             ctx.end_command(key)
-    if state.run.phase in (Phase.STOPPING, Phase.ENDED):
-        return
-    if actor.role == Role.TRAINER and not step_replay.may_be_lost(state, name):
-        fail_run(ctx, FailureKind.PROCESS_LOST, name, reason)
-        lifecycle.end_failed_run(ctx)
-    elif actor.role == Role.NODE:
+    if actor.role == Role.NODE and state.run.phase not in (Phase.STOPPING, Phase.ENDED):
         _machine_lost(ctx, name, reason)
+
+
+def _lose_trainer(ctx: Context, name: str, reason: str, blame: bool) -> None:
+    """Await the next trainer; without checkpoints, end the run before another actor is lost."""
+    if step_replay.may_be_lost(ctx.state, name):
+        step_replay.trainer_lost(ctx, name, reason, blame=blame)
+    else:
+        fail_run(ctx, FailureKind.PROCESS_LOST, name, reason)
+    lifecycle.end_failed_run(ctx)
 
 
 def _machine_lost(ctx: Context, node: str, reason: str) -> None:
@@ -357,10 +385,31 @@ def _await_machine(ctx: Context, node: str) -> None:
         ctx.state.members.start_numbers.pop(
             actor.name, None
         )  # the node numbers them from the start
-        if not actor.alive and _is_needed(ctx.state, actor):
+        if not actor.alive and broadcast.is_needed(ctx.state, actor.role):
             ctx.set_timer(keys.rejoin_timer(actor.name), ctx.state.settings.start_timeout_ms)
 
 
 def _actors_of(state: State, node: str) -> list[ActorState]:
     """List all processes of its machine but itself, also lost ones."""
     return [a for a in state.members.actors.values() if a.node == node and a.role != Role.NODE]
+
+
+_JOINED: dict[Role, Callable[[Context, ActorState], None]] = {
+    Role.NODE: lambda ctx, actor: _await_machine(ctx, actor.name),
+    Role.STORE: store_orders.handle_store_joined,
+    Role.TRAINER: lambda ctx, actor: broadcast.set_head(ctx),
+    Role.ROLLOUT: _await_engine,
+}
+"""Further consequences of a process that joins, by role."""
+_LOST: dict[Role, Callable[[Context, str, str, bool], None]] = {
+    Role.STORE: lambda ctx, name, reason, blame: store_orders.handle_store_lost(ctx, name),
+    Role.TRAINER: _lose_trainer,
+    Role.RELAY: lambda ctx, name, reason, blame: broadcast.handle_relay_lost(ctx, name),
+    Role.ROLLOUT: lambda ctx, name, reason, blame: recovery.replica_lost(ctx, name, blame=blame),
+}
+"""Further consequences of a lost process, whose commands are still outstanding, by role."""
+_LOSS_FAILURES = {
+    Role.STORE: FailureKind.STORE_LOST,
+    Role.TRAINER: FailureKind.TRAINER_LOST,
+    Role.RELAY: FailureKind.RELAY_LOST,
+}

@@ -16,7 +16,6 @@ from collections.abc import Collection
 
 import msgspec
 
-from laminar.core import store_orders
 from laminar.core.context import Context
 from laminar.core.members import membership, pausing
 from laminar.core.registry import handles
@@ -32,13 +31,12 @@ from laminar.core.validation import is_count
 from laminar.core.versions import broadcast, publishing
 from laminar.events import events as ev
 from laminar.events.base import Settings
-from laminar.names.roles import Role
+from laminar.names.roles import ACTOR_ROLES, Role
 
 REASON = "all processes of the run had ended"
 CHANGEABLE = ("total_steps", "test_freq", "save_freq")
 """Settings that may differ after a resume. The number of replicas may change, too."""
 _STEPS_DONE = (Phase.EXPORTING, Phase.FINAL_EVALUATION)
-_ORDER = (Role.ROLLOUT, Role.RELAY, Role.TRAINER, Role.STORE, Role.NODE)
 
 
 def is_run_over(state: State) -> bool:
@@ -104,11 +102,11 @@ def _train_on(ctx: Context) -> None:
 
 
 def _in_order(state: State, lost: list[ActorState]) -> list[str]:
-    """Sort lost actors: nodes last, since they take their processes with them; relays by chain.
+    """Sort lost actors by role, nodes last, since they take their processes with them.
 
     In chain order no relay is given another as its successor."""
     place = {name: number for number, name in enumerate(state.members.relay_chain)}
-    lost.sort(key=lambda a: (_ORDER.index(a.role), place.get(a.name, -1)))
+    lost.sort(key=lambda a: (-ACTOR_ROLES.index(a.role), place.get(a.name, -1)))
     return [actor.name for actor in lost]
 
 
@@ -130,8 +128,7 @@ def _set_rejoin_timers(ctx: Context) -> None:
     if state.run.phase == Phase.STARTING or keys.START in state.orders.timers:
         ctx.set_timer(keys.START, start_ms)
     for actor in state.members.actors.values():
-        needed = not broadcast.is_run_ending(state) or store_orders.may_join(state, actor.role)
-        if actor.role != Role.NODE and needed:
+        if actor.role != Role.NODE and broadcast.is_needed(state, actor.role):
             ctx.set_timer(keys.rejoin_timer(actor.name), start_ms)
         else:
             ctx.clear_timer(keys.rejoin_timer(actor.name))

@@ -51,7 +51,7 @@ def may_be_lost(state: State, name: str) -> bool:
 
 
 def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
-    """Give a lost trainer a time to return; only its current work is given up.
+    """Give up the current work of a lost trainer.
 
     Weights that it has published may still arrive. Its commands are no longer outstanding after
     this. With `blame`, its batch may have ended it."""
@@ -69,8 +69,6 @@ def trainer_lost(ctx: Context, name: str, reason: str, *, blame: bool) -> None:
         if batch.deaths >= DEATHS_MAX:
             deadly = _describe_fatal_batch(batch, name, reason)
             fail_run(ctx, FailureKind.BATCH_FATAL, name, deadly)
-            return
-    ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
 
 
 def _describe_fatal_batch(batch: Batch, name: str, reason: str) -> str:
@@ -89,16 +87,13 @@ def on_trainer_ready(ctx: Context, event: ev.TrainerReady) -> None:
 
     A trainer that is ready has the model of the configuration."""
     state, name = ctx.state, ctx.stamped.peer
-    actor = state.members.actors[name]
-    if actor.ready:
-        return ctx.ignore("repeat")
-    actor.ready = True
-    ctx.clear_timer(keys.rejoin_timer(name))
+    if not ctx.mark_ready():
+        return
     begins, functions = state.versions.newest < 0, {f.setting: f.digest for f in event.functions}
     if begins:
         state.steps.function_digests = functions
     told = state.data.origin is not None if begins else may_be_lost(state, name)
-    if live_actor(state, Role.TRAINER) is not actor or not told:
+    if live_actor(state, Role.TRAINER) is not state.members.actors[name] or not told:
         return
     other = find_other_function_reason(state.steps.function_digests, functions)
     if other and not broadcast.is_run_ending(state):

@@ -20,15 +20,15 @@ from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import indexes_of, master_relay
-from laminar.core.state.members import ActorState, RelayState
+from laminar.core.state.members import RelayState
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.validation import accept_any, are_allocated, is_count, of_a_version
-from laminar.core.versions import load_sources, pinning
+from laminar.core.versions import load_sources, pinning, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import ids
-from laminar.names.roles import Role
+from laminar.names.roles import ROLE_TABLE, Role
 
 LINK_TIMEOUT_MS = 30_000
 """The timeout of one connection between two machines; its handshake is a few messages."""
@@ -53,29 +53,32 @@ LAGS_MAX = 3
 # --- the chain --------------------------------------------------------------------------------
 
 
-def add_relay(ctx: Context, actor: ActorState, chain_address: str) -> RelayState:
-    """Add a ready relay to the chain, where it is fed."""
-    state = ctx.state
+@handles(ev.RelayReady, valid=accept_any)
+def on_relay_ready(ctx: Context, event: ev.RelayReady) -> None:
+    """Put a relay into the chain; the head of the chain needs the trainer's current weights."""
+    state, actor = ctx.state, ctx.state.members.actors[ctx.stamped.peer]
+    if not ctx.mark_ready():
+        return
     relay = RelayState(
         name=actor.name,
         node=actor.node,
-        chain_address=chain_address,
+        chain_address=event.chain_address,
         incarnation=actor.incarnation,
         ready_seq=ctx.stamped.seq,
     )
     state.members.relays[relay.name] = relay
     _heard_of(ctx, relay)
     state.members.relay_chain.append(relay.name)
-    ctx.clear_timer(keys.rejoin_timer(relay.name))
     set_head(ctx)
     await_newest(ctx, relay)
     if state.evaluations.running is not None or state.versions.unfinished:
         pinning.send_pin(ctx, relay.name)
-    return relay
+    if relay is master_relay(state):
+        publishing.owe_republish(ctx)
 
 
 def handle_relay_lost(ctx: Context, name: str) -> None:
-    """Link the neighbors of a lost relay; it has a time to come back."""
+    """Link the neighbors of a lost relay."""
     state = ctx.state
     relay = state.members.relays.get(name)
     if relay is not None:
@@ -87,13 +90,17 @@ def handle_relay_lost(ctx: Context, name: str) -> None:
         ctx.clear_timer(keys.receive_timer(name))
         relink_chain(ctx)
         touch_replicas(ctx, relay)  # nothing newer waits now: they may admit again
-    if not is_run_ending(state):
-        ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
 
 
 def is_run_ending(state: State) -> bool:
     """Return whether the run ends: no process waits for weights any more."""
     return state.run.phase in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
+
+
+def is_needed(state: State, role: str) -> bool:
+    """Return whether the run needs a process of the role: while it ends, to write the ends."""
+    still = ROLE_TABLE[role].joins_ending and state.run.phase == Phase.ENDING
+    return still or not is_run_ending(state)
 
 
 def set_head(ctx: Context) -> None:
@@ -365,19 +372,18 @@ def _move_slow(ctx: Context) -> None:
 # --- machines ---------------------------------------------------------------------------------
 
 
-def name_of(node: str) -> str:
-    """Return the name of a machine's relay; empty for an invalid machine name."""
+def name_of(role: str, node: str) -> str:
+    """Return the name of a machine's only process of a role; empty for an invalid machine name."""
     try:
-        return ids.actor_name(Role.RELAY, node, 0)
+        return ids.actor_name(role, node, 0)
     except ValueError:
         return ""
 
 
 def can_work(state: State) -> bool:
     """Return whether a replica can work, now or once it or its machine's relay is back."""
-    if state.run.phase == Phase.STARTING and any(
-        map(state.members.is_actor_alive, indexes_of(state).roles.get(Role.ROLLOUT, ()))
-    ):
+    replicas = indexes_of(state).roles.get(Role.ROLLOUT, ())
+    if state.run.phase == Phase.STARTING and any(map(state.members.is_actor_alive, replicas)):
         return True
     if any(
         replica.relay in state.members.relays
@@ -386,7 +392,6 @@ def can_work(state: State) -> bool:
         if state.members.is_actor_alive(replica.name)
     ):
         return True
-    replicas = indexes_of(state).roles.get(Role.ROLLOUT, ())
     return any(keys.rejoin_timer(name) in state.orders.timers for name in replicas)
 
 
