@@ -86,16 +86,13 @@ def _find_ahead_in_store(run_dir: Path, state: State) -> Iterator[str]:
 
 def _was_issued(state: State, name: str) -> bool:
     """Return whether the log has issued this name to a trajectory that has ended since."""
+    data = state.data
     group = GroupId(name.rpartition(".")[0])
     held_out = _EVAL_GROUP.fullmatch(group)
     if held_out is None:
         pass_index, _, position = group.partition(".")
-        number = int(pass_index) * state.data.num_train + int(position)
-        return (
-            state.data.num_train > 0
-            and number < state.data.cursor
-            and group not in state.data.unfinished_prompts
-        )
+        number = int(pass_index) * data.num_train + int(position)
+        return data.num_train > 0 and number < data.cursor and group not in data.unfinished_prompts
     index, place, attempt = int(held_out[1]), int(held_out[2]), int(held_out[3] or 1)
     running = state.evaluations.running
     if running is not None and running.index == index:

@@ -39,9 +39,8 @@ class ResumeRequest(StrEnum):
 
         A run that was about to pause when its coordinator ended has paused, once its other
         processes left."""
-        ended = state.run.phase == Phase.ENDED or (
-            state.run.paused and not _has_living_process(run_dir, state)
-        )
+        run = state.run
+        ended = run.phase == Phase.ENDED or (run.paused and not _has_living_process(run_dir, state))
         stopped = ended and not resumption.is_run_over(state)
         return self == ResumeRequest.RESUME or (self == ResumeRequest.RESUME_STOPPED and stopped)
 

@@ -237,40 +237,31 @@ def trainer_comes_back(state: State) -> None:
 
 def relay_chain_is_path(state: State) -> None:
     """Check that every ready relay is in the chain once, and is ordered to feed its successor."""
+    members = state.members
     if is_run_ending(state):
         return
     ready = {
-        a.name
-        for a in state.members.actors.values()
-        if a.role == Role.RELAY and a.alive and a.ready
+        a.name for a in members.actors.values() if a.role == Role.RELAY and a.alive and a.ready
     }
-    _require(
-        set(state.members.relay_chain) == set(state.members.relays) == ready,
-        state.members.relay_chain,
-        ready,
-    )
-    _require(len(state.members.relay_chain) == len(state.members.relays), state.members.relay_chain)
+    _require(set(members.relay_chain) == set(members.relays) == ready, members.relay_chain, ready)
+    _require(len(members.relay_chain) == len(members.relays), members.relay_chain)
     trainer = source_of(state)
     here = (
-        [state.members.relays[name].node == trainer.node for name in state.members.relay_chain]
+        [members.relays[name].node == trainer.node for name in members.relay_chain]
         if trainer
         else []
     )
-    _require(
-        not any(here[1:]), "the chain does not begin at the trainer", state.members.relay_chain
-    )
-    for name, following in zip(
-        state.members.relay_chain, [*state.members.relay_chain[1:], ""], strict=False
-    ):
-        relay = state.members.relays[name]
-        _require(relay.incarnation == state.members.actors[name].incarnation, relay)
+    _require(not any(here[1:]), "the chain does not begin at the trainer", members.relay_chain)
+    for name, following in zip(members.relay_chain, [*members.relay_chain[1:], ""], strict=False):
+        relay = members.relays[name]
+        _require(relay.incarnation == members.actors[name].incarnation, relay)
         _require(relay.successor == following, relay, following)
         outstanding = state.orders.commands.get(keys.forward_key(name))
         if outstanding is not None:
             command = outstanding.command
             _require(isinstance(command, cmd.ForwardWeights), command)
             told = getattr(command, "successor", ""), getattr(command, "incarnation", 0)
-            asked = state.members.relays[following].incarnation if following else 0
+            asked = members.relays[following].incarnation if following else 0
             _require(told == (following, asked), command, following)
 
 

@@ -55,16 +55,12 @@ def _has_valid_versions(state: State, event: ev.WeightsPublished) -> bool:
 @handles(ev.WeightsPublished, valid=_has_valid_versions)
 def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
     """Record the newest version, which empty replicas pull next, once their relay has it."""
-    state = ctx.state
+    state, versions = ctx.state, ctx.state.versions
     relay = master_relay(state)
     if relay is None or relay.name != ctx.stamped.peer:
         return ctx.ignore("not-the-head")
-    previous_step, news = state.versions.newest_step, event.version > state.versions.newest
-    if (
-        news
-        and event.version == state.versions.export
-        and event.digest != state.versions.newest_digest
-    ):
+    previous_step, news = versions.newest_step, event.version > versions.newest
+    if news and event.version == versions.export and event.digest != versions.newest_digest:
         return _export_differs(ctx, event)
     if news:
         _record_newest(state, event)

@@ -185,11 +185,9 @@ class WarningMonitor:
         return now is not None and now > max(self._at_first(REWARD), default=now)
 
     def _check_gradients(self, state: State) -> Iterator[tuple[str, str]]:
-        if state.signals.nonfinite_in_row >= NONFINITE_ROW:
-            yield (
-                "non-finite",
-                _describe_nonfinite("last", state.signals.nonfinite_in_row, "optim.lr"),
-            )
+        signals = state.signals
+        if signals.nonfinite_in_row >= NONFINITE_ROW:
+            yield ("non-finite", _describe_nonfinite("last", signals.nonfinite_in_row, "optim.lr"))
         recent = list(self._recent)[-NONFINITE_ROW:]
         counts = [int(figures.get("critic/nonfinite_updates", 0)) for figures in recent]
         if len(counts) == NONFINITE_ROW and all(counts):

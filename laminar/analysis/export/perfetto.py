@@ -326,12 +326,11 @@ class TraceWriter:
     # --- the coordinator, and what it refuses -----------------------------------------------------
 
     def _trace_coordinator(self, now: Moment, us: float, state: State) -> None:
-        if state.run.phase != self._phase:
+        run = state.run
+        if run.phase != self._phase:
             self._tracks.end_span((COORDINATOR, PHASE, self._phase), us, event=now.seq)
-            self._phase = state.run.phase
-            self._tracks.begin_span(
-                (COORDINATOR, PHASE, self._phase), us, state.run.phase, event=now.seq
-            )
+            self._phase = run.phase
+            self._tracks.begin_span((COORDINATOR, PHASE, self._phase), us, run.phase, event=now.seq)
         running = state.evaluations.running
         span = (COORDINATOR, EVALUATION, str(running.index)) if running is not None else None
         if span == self._evaluation:

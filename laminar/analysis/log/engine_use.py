@@ -48,13 +48,11 @@ class EngineUse:
         self._clock = WallClock()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        members = state.members
         now, event, name = self._clock.unix_ns(stamped), stamped.event, stamped.peer
         if not isinstance(event, ev.TokenProgress) or state.run.phase != Phase.RUNNING:
             return
-        if (
-            name not in state.members.replicas
-            or state.members.actors[name].incarnation != stamped.incarnation
-        ):
+        if name not in members.replicas or members.actors[name].incarnation != stamped.incarnation:
             return  # from an earlier process of this name
         rows = self._rows.setdefault(name, array("q"))
         rows.extend(

@@ -199,24 +199,22 @@ def _end_data(ctx: Context) -> bool:
 
 
 def _plan_exporting(ctx: Context) -> bool:
-    state = ctx.state
+    state, versions = ctx.state, ctx.state.versions
     if state.steps.batch is not None or _ensure_publishing(ctx):
         return False
-    if state.versions.export < 0:
+    if versions.export < 0:
         trainer = working_trainer(state)
-        if trainer is None or state.versions.newest < publishing.last_made(state):
+        if trainer is None or versions.newest < publishing.last_made(state):
             return False  # the trainer returns, or the last step's weights are on their way
-        state.versions.export = state.versions.next
-        state.versions.next += 1
+        versions.export = versions.next
+        versions.next += 1
         ctx.issue_command(
-            cmd.ExportModel(
-                to=trainer.name, version=state.versions.export, step=state.versions.newest_step
-            ),
+            cmd.ExportModel(to=trainer.name, version=versions.export, step=versions.newest_step),
             key=keys.EXPORT,
             timeout_ms=EXPORT_TIMEOUT_MS,
         )
         return True
-    if state.versions.newest < state.versions.export:
+    if versions.newest < versions.export:
         return False
     if state.data.num_eval and not state.run.draining:
         move_run(state, "evaluate")

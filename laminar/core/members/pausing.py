@@ -80,19 +80,13 @@ def end_pause(ctx: Context) -> None:
 
 def plan_pause(ctx: Context) -> bool:
     """Pause as soon as the last step is saved, or cannot be; return whether the run has."""
-    state = ctx.state
+    state, orders = ctx.state, ctx.state.orders
     trainer = working_trainer(state)
-    if trainer is not None and (
-        state.steps.batch is not None or keys.SAVE in state.orders.commands
-    ):
+    if trainer is not None and (state.steps.batch is not None or keys.SAVE in orders.commands):
         return False
     version = _find_unsaved_version(state)
     if trainer is None or version < 0:
-        if (
-            trainer is not None
-            and keys.PAUSE in state.orders.timers
-            and _would_lose_responses(state)
-        ):
+        if trainer is not None and keys.PAUSE in orders.timers and _would_lose_responses(state):
             return False
         stop_run(ctx)
         return True

@@ -61,11 +61,8 @@ def plan_migrations(ctx: Context) -> None:
 
 def _order_release(ctx: Context, planned: PlannedMigration) -> None:
     """Order the source to release all that it runs, and reserve room for it."""
-    state = ctx.state
-    source, destination = (
-        state.members.replicas[planned.source],
-        state.members.replicas[planned.destination],
-    )
+    state, members = ctx.state, ctx.state.members
+    source, destination = (members.replicas[planned.source], members.replicas[planned.destination])
     items = []
     for trajectory_id, placement in source.running.items():
         trajectory = state.work.trajectories[trajectory_id]

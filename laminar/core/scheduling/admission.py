@@ -57,15 +57,12 @@ def bound_allows(state: State, deadline: int) -> bool:
 
 def groups_wanted(state: State) -> int:
     """Return how many new groups the rest of the run can use (a large number without a limit)."""
+    data = state.data
     settings = state.settings
     if settings.total_steps:
         unchosen = sum(state.work.deadlines.values())
         return settings.groups_per_step * (settings.total_steps - state.steps.chosen) - unchosen
-    return (
-        settings.total_epochs * state.data.num_train
-        - state.data.cursor
-        + len(state.data.unfinished_prompts)
-    )
+    return settings.total_epochs * data.num_train - data.cursor + len(data.unfinished_prompts)
 
 
 def is_serving(state: State, replica: Replica) -> bool:

@@ -74,11 +74,8 @@ def _start_if_due(ctx: Context, replica: Replica) -> None:
 
 def _may_evaluate(state: State) -> bool:
     """Return whether evaluations may begin; when a run ends, its ledger is being closed."""
-    return not state.run.draining and state.run.phase not in (
-        Phase.ENDING,
-        Phase.STOPPING,
-        Phase.ENDED,
-    )
+    run = state.run
+    return not run.draining and run.phase not in (Phase.ENDING, Phase.STOPPING, Phase.ENDED)
 
 
 def is_evaluation_waiting(state: State) -> bool:

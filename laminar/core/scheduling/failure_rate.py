@@ -56,19 +56,14 @@ def count_reward(ctx: Context, purpose: Purpose, reason: str, detail: str) -> No
 
 def count_env_call(ctx: Context, failed: str = "") -> None:
     """Count an environment's answer to a turn, or a failure that the policy cannot cause."""
-    state = ctx.state
+    state, run = ctx.state, ctx.state.run
     if not state.settings.has_environment:
         return
     state.signals.failed_tool_calls = (state.signals.failed_tool_calls << 1 | bool(failed)) & (
         (1 << CALLS) - 1
     )
     count = state.signals.failed_tool_calls.bit_count()
-    if (
-        not failed
-        or count < FAILED_CALLS_MAX
-        or state.run.phase != Phase.RUNNING
-        or state.run.draining
-    ):
+    if not failed or count < FAILED_CALLS_MAX or run.phase != Phase.RUNNING or run.draining:
         return
     what = (
         f"the environment failed on {count} of its last {CALLS} calls, in a way that the model "

@@ -187,12 +187,8 @@ def _get_trained_step(state: State, step_index: int) -> StepRecord:
 
 def plan_step_repeat(ctx: Context) -> bool:
     """Order a returning trainer to repeat steps of the log; return whether the state changed."""
-    state = ctx.state
-    if (
-        state.steps.repeated < 0
-        or keys.LOAD in state.orders.commands
-        or keys.REPEAT in state.orders.commands
-    ):
+    state, orders = ctx.state, ctx.state.orders
+    if state.steps.repeated < 0 or keys.LOAD in orders.commands or keys.REPEAT in orders.commands:
         return False
     if broadcast.is_run_ending(state):
         return False

@@ -105,12 +105,10 @@ def is_needed(state: State, role: str) -> bool:
 
 def set_head(ctx: Context) -> None:
     """Put the relay of the trainer's machine first, whenever the two became ready."""
-    state = ctx.state
+    state, members = ctx.state, ctx.state.members
     trainer = indexes.find_trainer(state)
     if trainer is not None:
-        state.members.relay_chain.sort(
-            key=lambda name: state.members.relays[name].node != trainer.node
-        )
+        members.relay_chain.sort(key=lambda name: members.relays[name].node != trainer.node)
     relink_chain(ctx)
 
 

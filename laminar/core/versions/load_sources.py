@@ -109,27 +109,25 @@ def list_sources(state: State, replica: Replica, version: int) -> list[LoadSourc
 
     Another machine's relay is listed only if the size of a version is known and the own relay has a
     newer one: else the chain is about to bring it."""
-    relay, load = (
-        state.members.relays.get(replica.relay),
-        state.versions.ps_per_byte.get(LOAD, UNKNOWN),
-    )
+    versions = state.versions
+    relay, load = (state.members.relays.get(replica.relay), versions.ps_per_byte.get(LOAD, UNKNOWN))
     if relay is not None and version in relay.held:
         return [LoadSource(SourceTier.OWN, relay.name, load)]
     found = []
-    if relay is not None and state.versions.num_bytes and relay.newest > version:
+    if relay is not None and versions.num_bytes and relay.newest > version:
         waiting = _count_waiting_bytes(state, replica)
-        hop = state.versions.ps_per_byte.get(relay.name, UNKNOWN)
+        hop = versions.ps_per_byte.get(relay.name, UNKNOWN)
         pace = hop + load if hop >= 0 and load >= 0 else UNKNOWN  # over a hop, then into the engine
         found = [
             LoadSource(SourceTier.PEER, name, pace, waiting.get(name, 0))
             for name in holders(state, version)
         ]
-    if state.versions.has_checkpoint(version):
+    if versions.has_checkpoint(version):
         found.append(
             LoadSource(
                 SourceTier.DISK,
-                state.versions.checkpoint_paths[version],
-                state.versions.ps_per_byte.get(DISK, UNKNOWN),
+                versions.checkpoint_paths[version],
+                versions.ps_per_byte.get(DISK, UNKNOWN),
             )
         )
     return found

@@ -32,15 +32,12 @@ def last_made(state: State) -> int:
     """Return the version that the trainer has now, or will have when it returns.
 
     The number of an interrupted batch does not count, though it may have been published."""
+    versions = state.versions
     if state.steps.batch is not None:
         version = state.steps.batch.version - 1
     else:
-        version = (
-            state.versions.export if keys.EXPORT in state.orders.commands else state.versions.next
-        ) - 1
-    while (
-        state.settings.keeps_checkpoints and state.versions.step_of(version) > state.steps.completed
-    ):
+        version = (versions.export if keys.EXPORT in state.orders.commands else versions.next) - 1
+    while state.settings.keeps_checkpoints and versions.step_of(version) > state.steps.completed:
         version -= 1
     return version
 
