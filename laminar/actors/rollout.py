@@ -32,14 +32,7 @@ from laminar.actors.service_clients import RelayClient, StoreClient
 from laminar.actors.turns import Turns, TurnSessions, make_turn, turn_seed
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
 from laminar.config import ConfigError
-from laminar.engines.protocol import (
-    LENGTH,
-    STOP,
-    EngineError,
-    GenerateRequest,
-    ReplicaEngine,
-    TokenDelta,
-)
+from laminar.engines import protocol
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -71,8 +64,8 @@ class ReplicaParts(Protocol):
     def weights(self) -> WeightFiles: ...
 
     async def start_engine(
-        self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
-    ) -> ReplicaEngine:
+        self, seed: int, on_deltas: Callable[[list[protocol.TokenDelta]], None]
+    ) -> protocol.ReplicaEngine:
         """Load tokenizer and engine of the run's model; ConfigError.
 
         `seed`: for an engine with its own random numbers.
@@ -202,7 +195,7 @@ class Rollout:
             return self._start_generation(order, command, result)
         self.openings.mark_settled(order)
         if result.answer in ("generated", "rewarded"):  # only the report was lost
-            reason = result.finish_reason or STOP
+            reason = result.finish_reason or protocol.STOP
             report_finished(self.host, command, order.cause, result.num_tokens, reason)
         elif result.answer == "refused":
             refused = FailureReason.STORE_REFUSED
@@ -233,10 +226,10 @@ class Rollout:
         limit = self.config.data.max_response_length
         stopped = bool(turn.done_ids) and turn.done_ids[-1] in self.stop_ids
         if stopped or sampled >= limit:
-            running.finish_reason = STOP if stopped else LENGTH
+            running.finish_reason = protocol.STOP if stopped else protocol.LENGTH
             self.openings.mark_settled(order)
             return self._finish_soon()
-        request = GenerateRequest(
+        request = protocol.GenerateRequest(
             request_id=request_id(command),
             prompt_ids=turn.prompt_ids,
             done_ids=turn.done_ids,
@@ -294,7 +287,7 @@ class Rollout:
 
     # --- tokens ---------------------------------------------------------------------------------
 
-    def _on_deltas(self, deltas: list[TokenDelta]) -> None:
+    def _on_deltas(self, deltas: list[protocol.TokenDelta]) -> None:
         finished = False
         for delta in deltas:
             self.engine_reports.tokens_total += len(delta.token_ids)
@@ -349,7 +342,7 @@ class Rollout:
             m.FinishItem(
                 trajectory_id=r.command.trajectory_id,
                 placement=r.command.placement,
-                finish_reason=r.finish_reason or STOP,
+                finish_reason=r.finish_reason or protocol.STOP,
                 num_tokens=r.stored,
             )
             for r in ended
@@ -363,7 +356,7 @@ class Rollout:
                 self._not_taken(running.command.placement, result)
                 continue
             del self.running[running.command.trajectory_id]
-            reason = running.finish_reason or STOP
+            reason = running.finish_reason or protocol.STOP
             report_finished(self.host, running.command, running.event_seq, running.stored, reason)
 
     def _not_taken(self, placement: int, result: m.Result) -> None:
@@ -402,10 +395,10 @@ async def _of_engine(work: Awaitable[T]) -> T:
     """Await engine work; convert exceptions to EngineError, except a user's ConfigError."""
     try:
         return await work
-    except (ConfigError, EngineError):
+    except (ConfigError, protocol.EngineError):
         raise
     except Exception as error:
-        raise EngineError(f"{type(error).__name__}: {error}") from error
+        raise protocol.EngineError(f"{type(error).__name__}: {error}") from error
 
 
 async def open_session(
@@ -457,7 +450,7 @@ def report_failed(
 
 async def release_trajectories(
     host: Host,
-    engine: ReplicaEngine,
+    engine: protocol.ReplicaEngine,
     running: dict[str, ActiveSequence],
     flush: Callable[[], Awaitable[None]],
     order: cmd.Envelope,

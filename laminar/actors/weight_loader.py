@@ -25,13 +25,7 @@ from typing import NamedTuple, Protocol
 from laminar.actors.active_sequence import LoadedWeights
 from laminar.actors.host import Host
 from laminar.actors.service_clients import RelayClient
-from laminar.engines.protocol import (
-    EngineError,
-    KvOnUpdate,
-    ReplicaEngine,
-    TensorPlace,
-    WeightSource,
-)
+from laminar.engines import protocol
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import PullPurpose
@@ -167,7 +161,7 @@ class Leases:
 
     def make_source(
         self, lease: m.VersionLeased | m.VersionArriving, draft: mf.Draft
-    ) -> WeightSource:
+    ) -> protocol.WeightSource:
         """Describe where the tensors of a version with this layout are."""
         assert self._arena is not None
         offset = self._arena.get_slot_offset(lease.slot)
@@ -178,7 +172,7 @@ class WeightLoader:
     """The weights of one replica: loaded versions, and their loads."""
 
     def __init__(
-        self, host: Host, relay: RelayClient, engine: ReplicaEngine, files: WeightFiles
+        self, host: Host, relay: RelayClient, engine: protocol.ReplicaEngine, files: WeightFiles
     ) -> None:
         self.host, self.engine, self._files = host, engine, files
         self._leases = Leases(host, relay, files)
@@ -240,7 +234,7 @@ class WeightLoader:
         try:
             await self._expected
             lease, source, begun = await self._follow_copy(order, command)
-        except EngineError as error:
+        except protocol.EngineError as error:
             return self._report_rejected(order, command.version, str(error))
         if isinstance(lease, m.VersionUnavailable):
             self.coming = -1
@@ -259,12 +253,12 @@ class WeightLoader:
 
     async def _follow_copy(
         self, order: cmd.Envelope, command: cmd.PullWeights
-    ) -> tuple[m.VersionLeased | m.VersionUnavailable, WeightSource, int]:
+    ) -> tuple[m.VersionLeased | m.VersionUnavailable, protocol.WeightSource, int]:
         """Copy the proved part of one relay copy until it is complete or gone.
 
         The last value returned is the time of its first bytes, ns.
         """
-        source, copy, begun, here = WeightSource("", 0, 0, ()), -1, 0, 0
+        source, copy, begun, here = protocol.WeightSource("", 0, 0, ()), -1, 0, 0
         while True:
             lease = await self._leases.take_lease(order, command, copy)
             if isinstance(lease, m.VersionUnavailable):
@@ -322,9 +316,9 @@ class WeightLoader:
     async def _load_from(
         self,
         view: Bytes,
-        source: WeightSource,
+        source: protocol.WeightSource,
         manifest: mf.Manifest,
-        on_update: KvOnUpdate | None = None,
+        on_update: protocol.KvOnUpdate | None = None,
     ) -> str | None:
         """Load a version with bytes `view` and check it; return the failure, if any."""
         if on_update is None:
@@ -343,7 +337,7 @@ class WeightLoader:
             await self._files.verify_weights(view, manifest)
             proved = self.host.now_ns()
             found = await probe_difference(self.engine, manifest.probe)
-        except (WeightsCorrupt, EngineError, mf.ManifestError) as error:
+        except (WeightsCorrupt, protocol.EngineError, mf.ManifestError) as error:
             return str(error)
         ended = self.host.now_ns()
         self._took = {"load_s": (proved - begun) / 1e9, "probe_s": (ended - proved) / 1e9}
@@ -393,10 +387,10 @@ class WeightLoader:
 
 def source_of(
     path: str, offset: int, tensors: Iterable[mf.TensorSpec], nbytes: int
-) -> WeightSource:
+) -> protocol.WeightSource:
     """Describe a version to an engine."""
-    places = (TensorPlace(t.name, t.dtype, t.shape, t.offset) for t in tensors)
-    return WeightSource(path, offset, nbytes, tuple(places))
+    places = (protocol.TensorPlace(t.name, t.dtype, t.shape, t.offset) for t in tensors)
+    return protocol.WeightSource(path, offset, nbytes, tuple(places))
 
 
 class ProbeDifference(NamedTuple):
@@ -407,7 +401,9 @@ class ProbeDifference(NamedTuple):
     mean_k3: float = 0.0  #: estimated KL(engine, trainer), as mismatch_kl/mean of a step
 
 
-async def probe_difference(engine: ReplicaEngine, probe: mf.Probe | None) -> ProbeDifference:
+async def probe_difference(
+    engine: protocol.ReplicaEngine, probe: mf.Probe | None
+) -> ProbeDifference:
     """Have the engine score the probe, and return the difference."""
     if probe is None:
         return ProbeDifference(0.0, 0.0)

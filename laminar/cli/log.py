@@ -18,18 +18,8 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.export.perfetto import write_trace
+from laminar.analysis.log import run_log
 from laminar.analysis.log.process_logs import cut_logs
-from laminar.analysis.log.run_log import (
-    WallClock,
-    log_size,
-    parse_command,
-    parse_event,
-    raw_records,
-    read_records,
-    replay_log,
-    replay_part,
-    segments_gone,
-)
 from laminar.analysis.log.story import dump_log, read_story
 from laminar.analysis.log.timeline import cut_timelines
 from laminar.analysis.why.why import explain_subject
@@ -134,10 +124,10 @@ def run_replay(arguments: argparse.Namespace) -> int:
 def _replay_run(arguments: argparse.Namespace) -> tuple[Replay, list[str]]:
     """Replay the log; also return a line about its starting point if that is a snapshot."""
     run, until, newest = arguments.run, arguments.until, arguments.from_snapshot
-    gone = segments_gone(run)
+    gone = run_log.segments_gone(run)
     if not (gone or newest):
-        return replay_log(run, until=until, must_be_identical=False), []
-    found, snapshot = replay_part(run, until=until, newest=newest)
+        return run_log.replay_log(run, until=until, must_be_identical=False), []
+    found, snapshot = run_log.replay_part(run, until=until, newest=newest)
     why = f" (the first {gone} segments are gone)" if gone else ""
     return found, [f"started at {snapshot.name}, after event {snapshot.seq}{why}"]
 
@@ -151,7 +141,7 @@ def _note_emulated(run: Path) -> None:
 def _note_run(run: Path) -> None:
     """Note on stderr which part of the log is gone, and whether the run is emulated."""
     _note_emulated(run)
-    if gone := segments_gone(run):
+    if gone := run_log.segments_gone(run):
         print(f"laminar: the first {gone} segments of the log are gone", file=sys.stderr)
 
 
@@ -180,7 +170,7 @@ def run_dump(arguments: argparse.Namespace) -> int:
 
 
 def _raw_lines(run: Path) -> Iterator[str]:
-    for segment, offset, body in raw_records(run):
+    for segment, offset, body in run_log.raw_records(run):
         line = {"segment": segment, "offset": offset, **body}
         yield json.dumps(line, default=repr)
 
@@ -230,18 +220,18 @@ def run_export(arguments: argparse.Namespace) -> int:
 def run_stats(arguments: argparse.Namespace) -> int:
     _note_run(arguments.run)
     events, decisions = Counter[str](), Counter[str]()
-    clock, times = WallClock(), []
+    clock, times = run_log.WallClock(), []
     segments = set[int]()
-    for record in read_records(arguments.run):
+    for record in run_log.read_records(arguments.run):
         if isinstance(record, SegmentHeader):
             segments.add(record.segment)
         elif isinstance(record, EventRecord):
-            event = parse_event(record)
+            event = run_log.parse_event(record)
             events[get_tag(event.event)] += 1
             times.append(clock.unix_ns(event))
         elif isinstance(record, DecisionRecord):
-            decisions[get_tag(parse_command(record))] += 1
-    size, tail = log_size(arguments.run)
+            decisions[get_tag(run_log.parse_command(record))] += 1
+    size, tail = run_log.log_size(arguments.run)
     seconds = (times[-1] - times[0]) / 1e9 if times else 0.0
     _print_lines(
         [

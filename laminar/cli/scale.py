@@ -19,17 +19,8 @@ from typing import Any
 
 import msgspec
 
+from laminar.cluster import slurm
 from laminar.cluster.job_scripts import ROLLOUT, scripts_of
-from laminar.cluster.slurm import (
-    Jobs,
-    SlurmTask,
-    at_a_time,
-    cancel_jobs,
-    enqueue_script,
-    list_queued,
-    read_jobs,
-    write_jobs,
-)
 from laminar.config import Config, ConfigError
 from laminar.config.rules import MACHINES_MAX
 from laminar.names import exit_codes
@@ -61,7 +52,7 @@ def run_scale(arguments: argparse.Namespace) -> int:
             f"--rollouts {wanted} leaves no rollout machine: give at least 1; "
             f"`{shell_command('stop', run_dir, '--pause')}` takes the run off all machines"
         )
-    tasks = [t for t in list_queued(jobs.rollouts, each=True) if t.state != "COMPLETING"]
+    tasks = [t for t in slurm.list_queued(jobs.rollouts, each=True) if t.state != "COMPLETING"]
     if wanted > len(tasks):
         jobs = _one_more_array(config, run_dir, jobs, wanted - len(tasks))
     left = wanted
@@ -74,15 +65,15 @@ def run_scale(arguments: argparse.Namespace) -> int:
     return exit_codes.COMPLETE
 
 
-def _jobs_of(run_dir: Path) -> Jobs:
+def _jobs_of(run_dir: Path) -> slurm.Jobs:
     """Return the jobs of a run that is in the queue."""
-    jobs = read_jobs(run_dir)
+    jobs = slurm.read_jobs(run_dir)
     if jobs is None:
         raise ConfigError(
             f"{run_dir} was not submitted to Slurm: on machines of your own start a laminar-node, "
             "or end one"
         )
-    if not list_queued([jobs.service]):
+    if not slurm.list_queued([jobs.service]):
         raise ConfigError(
             f"{run_dir} has no service in the queue; "
             f"`{shell_command('submit', '--resume', run_dir)} slurm.rollouts=N` resumes it"
@@ -90,7 +81,7 @@ def _jobs_of(run_dir: Path) -> Jobs:
     return jobs
 
 
-def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jobs:
+def _one_more_array(config: Config, run_dir: Path, jobs: slurm.Jobs, count: int) -> slurm.Jobs:
     """Queue an array of tasks with unused numbers, all of which may run at once."""
     last = jobs.tasks or config.slurm.rollouts + config.slurm.spares
     if last + count > MACHINES_MAX:
@@ -102,28 +93,28 @@ def _one_more_array(config: Config, run_dir: Path, jobs: Jobs, count: int) -> Jo
     script = scripts_of(config, run_dir).get_path(ROLLOUT)
     if not script.is_file():
         raise ConfigError(f"there is no {script}: this run was submitted without rollout machines")
-    array = enqueue_script(script, f"--array={last + 1}-{last + count}")
+    array = slurm.enqueue_script(script, f"--array={last + 1}-{last + count}")
     jobs = msgspec.structs.replace(jobs, rollouts=[*jobs.rollouts, array], tasks=last + count)
     try:
-        write_jobs(run_dir, jobs)
+        slurm.write_jobs(run_dir, jobs)
     except BaseException:
-        cancel_jobs([array])
+        slurm.cancel_jobs([array])
         raise
     print(f"queued {array}_[{last + 1}-{last + count}]")
     return jobs
 
 
-def _limit_array(array: str, tasks: Sequence[SlurmTask], share: int) -> None:
+def _limit_array(array: str, tasks: Sequence[slurm.SlurmTask], share: int) -> None:
     """Limit the number of tasks that run at a time; the last excess ones leave."""
     if not share:
-        cancel_jobs([array])
+        slurm.cancel_jobs([array])
         print(f"ending {array}")
         return
-    at_a_time(array, share)
+    slurm.at_a_time(array, share)
     print(f"{share} of {len(tasks)} tasks of {array} may run at a time")
     begun = sorted((task.name for task in tasks if task.state != "PENDING"), key=_parse_number)
     if leaving := begun[share:]:
-        cancel_jobs(leaving)
+        slurm.cancel_jobs(leaving)
         print(f"ending {', '.join(leaving)}")
 
 

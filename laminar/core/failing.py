@@ -15,7 +15,7 @@ from laminar.core.state.statuses import Phase
 
 def fail_run(ctx: Context, kind: FailureKind, subject: str, detail: str = "") -> bool:
     """End the run with a reason; return False if it has one already, or stops: keep the first."""
-    state, run = ctx.state, ctx.state.run
+    run = ctx.state.run
     if ctx.failure is not None or run.failed or run.phase in (Phase.STOPPING, Phase.ENDED):
         return False
     ctx.failure = Failure(kind, subject, ctx.stamped.seq, detail)

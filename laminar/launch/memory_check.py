@@ -26,15 +26,7 @@ from laminar.engines.check import count_gpus, weight_shapes
 from laminar.engines.environment import ASK_S, gpus_per_replica, visible_gpus
 from laminar.engines.hf_config import read_hf_config
 from laminar.run.memory_limit import memory_limit
-from laminar.training.model.footprint import (
-    BYTES,
-    ModelSizes,
-    estimate_footprint,
-    longest_row,
-    pass_tokens,
-    sizes_of,
-    way_of,
-)
+from laminar.training.model import footprint
 from laminar.weights.arena.arena import SHARED_MEMORY
 from laminar.weights.arena.slots import MIN_SLOTS
 
@@ -114,8 +106,8 @@ def check_memory(
     )
 
 
-def read_sizes(directory: str) -> ModelSizes:
-    return sizes_of(read_hf_config(directory), weight_shapes(directory))
+def read_sizes(directory: str) -> footprint.ModelSizes:
+    return footprint.sizes_of(read_hf_config(directory), weight_shapes(directory))
 
 
 def memory_lines(places: Sequence[MemoryPlace]) -> list[str]:
@@ -154,15 +146,15 @@ def _group_places(places: Iterable[MemoryPlace]) -> dict[str, MemoryPlace]:
 class MemoryEstimate:
     """Memory estimate of a model for a number of a run's machines, all of them this machine."""
 
-    model: ModelSizes
+    model: footprint.ModelSizes
     machines: int
     machine: MachineMemory
-    critic: ModelSizes | None = None  #: sizes of its initial model
+    critic: footprint.ModelSizes | None = None  #: sizes of its initial model
 
     def list_places(self, config: Config) -> list[MemoryPlace]:
         machine, trainer_gpus = self.machine, self._trainer_gpus(config)
-        way = way_of(config, gpu=bool(trainer_gpus), critic=self.critic)
-        trained = estimate_footprint(self.model, way)
+        way = footprint.way_of(config, gpu=bool(trainer_gpus), critic=self.critic)
+        trained = footprint.estimate_footprint(self.model, way)
         gpus: dict[str, dict[str, int]] = {name: {} for name in machine.gpus}
         host: dict[str, int] = {}
         for name in trainer_gpus:
@@ -207,7 +199,7 @@ class MemoryEstimate:
 
     def _version_bytes(self, config: Config) -> int:
         """Return the bytes of one version as published."""
-        way = way_of(config, gpu=bool(self._trainer_gpus(config)))
+        way = footprint.way_of(config, gpu=bool(self._trainer_gpus(config)))
         return way.published * self.model.parameters
 
     def _count_slots(self, config: Config) -> int:
@@ -238,7 +230,7 @@ class MemoryEstimate:
 
 
 def _estimate_replica(
-    config: Config, model: ModelSizes, gpu: int, *, on_gpu: bool = True
+    config: Config, model: footprint.ModelSizes, gpu: int, *, on_gpu: bool = True
 ) -> tuple[str, int]:
     """Return the name and size of a replica's memory on each of its GPUs, or on the host.
 
@@ -253,7 +245,7 @@ def _estimate_replica(
     return "vLLM replica", max(int(vllm.gpu_memory_utilization * gpu), weights)
 
 
-def count_cache_tokens(config: Config, model: ModelSizes, gpu: int) -> int:
+def count_cache_tokens(config: Config, model: footprint.ModelSizes, gpu: int) -> int:
     """Return how many tokens the keys and values of a vLLM replica on GPUs have room for."""
     number, gpus = _weight_bytes(config, on_gpu=True), gpus_per_replica(config)
     one = 2 * model.layers * model.kv_heads * model.head_dim * number
@@ -264,7 +256,7 @@ def count_cache_tokens(config: Config, model: ModelSizes, gpu: int) -> int:
 def _weight_bytes(config: Config, *, on_gpu: bool) -> int:
     """Return the bytes of a replica's numbers."""
     dtype = next((t for t in (config.rollout.dtype, config.weights.dtype) if t != "auto"), "")
-    return BYTES[dtype or ("bfloat16" if on_gpu else "float32")]
+    return footprint.BYTES[dtype or ("bfloat16" if on_gpu else "float32")]
 
 
 def _suggest_fix(config: Config, run: MemoryEstimate) -> str:
@@ -292,7 +284,7 @@ def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str,
     """Yield settings that can be reduced, with their smaller values, mildest first."""
     if config.trainer.activation_checkpointing != "on":
         yield CHECKPOINTING, ["on"]
-    budget, row = pass_tokens(config), longest_row(config)
+    budget, row = footprint.pass_tokens(config), footprint.longest_row(config)
     if budget > row:
         halves = [budget >> n for n in range(1, budget.bit_length()) if budget >> n > row]
         yield TOKENS, [*halves, row]
@@ -319,7 +311,7 @@ def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str,
 def _smaller_share(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, list[float]]]:
     """Yield GPU shares with which vLLM still has room for its weights and a small cache."""
     gpu = min((size for size in run.machine.gpus.values() if size), default=0)
-    one = run.model.parameters * BYTES["bfloat16"] // gpus_per_replica(config)
+    one = run.model.parameters * footprint.BYTES["bfloat16"] // gpus_per_replica(config)
     present = config.rollout.vllm.gpu_memory_utilization
     if shares := [s for s in SHARES if s < present and s * gpu >= (1 + CACHE) * one]:
         yield VLLM_SHARE, shares

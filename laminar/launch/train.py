@@ -27,35 +27,20 @@ from laminar.coordinator.takeover import ResumeRequest
 from laminar.core.state.failures import Failure, FailureKind
 from laminar.engines.check import probe_vllm
 from laminar.events.base import COORDINATOR
+from laminar.launch import resume_check
 from laminar.launch.env_check import show_resets
 from laminar.launch.exit_handling import print_error
 from laminar.launch.memory_check import check_memory, memory_lines
 from laminar.launch.panel import failed_share
 from laminar.launch.preflight import RunPlan, check_settings, find_idle_gpus, look_at_data
 from laminar.launch.prefork import PreforkedNode
-from laminar.launch.resume_check import (
-    check_data,
-    check_unchanged,
-    claim_run_directory,
-    find_changed_files,
-    find_data_digest,
-)
 from laminar.launch.reward_check import show_trial
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
 from laminar.observe.logs import create_attempt
+from laminar.run import directory
 from laminar.run.command_line import shell_command
-from laminar.run.directory import (
-    CHECKPOINTS_DIR,
-    CONFIG_FILE,
-    EXPORT_DIR,
-    FIRST_LOOK_FILE,
-    METRICS_FILE,
-    SUMMARY_FILE,
-    TENSORBOARD_DIR,
-    run_config,
-)
 from laminar.run.lock import RunLock, holders, in_use, lock_for_move
 from laminar.run.renames import rename, write_whole
 from laminar.run.secret import make_secret
@@ -97,7 +82,7 @@ def run_training(
         with StopRequest() as asked:  # before the directory exists, so that none is left incomplete
             if not arguments.resume and run_dir.exists():
                 console.print_lines([f"moved the old run to {move_aside(run_dir)}"])
-            place = claim_run_directory if arguments.resume else prepare_directory
+            place = resume_check.claim_run_directory if arguments.resume else prepare_directory
             lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
             if forked is not None:
                 _take_fork(forked, run_dir)
@@ -149,12 +134,12 @@ def plan_run(
     places = check_memory(config, machines) if machines else []
     asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
-        known = find_data_digest(run_dir) if arguments.resume else ""
+        known = resume_check.find_data_digest(run_dir) if arguments.resume else ""
         plan = look_at_data(config, known)
         if arguments.resume:
-            check_unchanged(run_config(run_dir), plan.config)
-            check_data(run_dir, known, plan.data_digest)
-            plan.warnings.update(find_changed_files(run_dir, plan.config))
+            resume_check.check_unchanged(directory.run_config(run_dir), plan.config)
+            resume_check.check_data(run_dir, known, plan.data_digest)
+            plan.warnings.update(resume_check.find_changed_files(run_dir, plan.config))
         vllm_takes_it()
     console.print_lines([*plan_lines(plan), *memory_lines(places)])
     console.print_lines(forked.lines if forked is not None else [])
@@ -252,9 +237,9 @@ def prepare_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -
         run_dir.chmod(int(config.run.mode, 8))
         lock = RunLock.create(run_dir, "train")
         make_secret(run_dir)
-        write_whole(run_dir / CONFIG_FILE, dump_config(config).encode(), durable=True)
+        write_whole(run_dir / directory.CONFIG_FILE, dump_config(config).encode(), durable=True)
         if warnings:
-            (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
+            (run_dir / directory.FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         create_attempt(run_dir)
         return lock
     except FileExistsError:
@@ -341,16 +326,16 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[
         *_reward_errors(summary, run_dir),
         *(f"WARNING          {text}" for text in summary["warnings"].values()),
         f"look at          {shell_command('report', run_dir)}; {shell_command('samples', run_dir)}",
-        f"figures          {run_dir / SUMMARY_FILE}, {run_dir / METRICS_FILE}, "
-        f"{run_dir / TENSORBOARD_DIR}",
+        f"figures          {run_dir / directory.SUMMARY_FILE}, {run_dir / directory.METRICS_FILE}, "
+        f"{run_dir / directory.TENSORBOARD_DIR}",
         f"and try          {shell_command('log', 'replay', run_dir)}; "
         f"{shell_command('audit', run_dir)}",
     ]
-    saved = len(list((run_dir / CHECKPOINTS_DIR).glob("step_*")))
+    saved = len(list((run_dir / directory.CHECKPOINTS_DIR).glob("step_*")))
     if saved:
-        lines.append(f"checkpoints      {saved} in {run_dir / CHECKPOINTS_DIR}")
-    if (run_dir / EXPORT_DIR).is_dir():
-        lines.append(f"model            {run_dir / EXPORT_DIR}")
+        lines.append(f"checkpoints      {saved} in {run_dir / directory.CHECKPOINTS_DIR}")
+    if (run_dir / directory.EXPORT_DIR).is_dir():
+        lines.append(f"model            {run_dir / directory.EXPORT_DIR}")
     return lines
 
 
@@ -363,7 +348,9 @@ def _format_losses(lost_by: dict[str, str]) -> list[str]:
     """Return the reasons of lost processes, with the first process for each reason."""
     by_reason = {reason: name for name, reason in reversed(lost_by.items())}
     lines = [f"lost             {name}: {reason}" for reason, name in by_reason.items()]
-    more = [f"lost             {len(lost_by)} processes in all, see lost_by in {SUMMARY_FILE}"]
+    more = [
+        f"lost             {len(lost_by)} processes in all, see lost_by in {directory.SUMMARY_FILE}"
+    ]
     return lines[:LOST_SHOWN] + (more if len(lines) > LOST_SHOWN else [])
 
 

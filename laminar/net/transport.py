@@ -32,16 +32,8 @@ from collections.abc import Callable
 import zmq
 
 from laminar.config import ConfigError
+from laminar.net import auth
 from laminar.net.addresses import own_ip
-from laminar.net.auth import (
-    CONNECTIONS,
-    CURVE_BYTES,
-    FINAL_REFUSALS,
-    REFUSALS,
-    RunKeys,
-    next_event,
-    why_refused,
-)
 from laminar.net.frames import FRAME_BYTES_MAX
 from laminar.net.listener import Listener
 from laminar.net.rejected_peers import RejectedPeers
@@ -63,7 +55,7 @@ class _Socket:
 
     _probes: tuple[tuple[int, int], ...]  #: socket options of this end
 
-    def __init__(self, kind: int, keys: RunKeys, max_message: int) -> None:
+    def __init__(self, kind: int, keys: auth.RunKeys, max_message: int) -> None:
         self._kind, self._keys = kind, keys
         self._max_message = max_message
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,7 +105,7 @@ class _Socket:
             (zmq.LINGER, 0),
             (zmq.SNDHWM, HIGH_WATER_MARK),
             (zmq.RCVHWM, HIGH_WATER_MARK),
-            (zmq.MAXMSGSIZE, self._max_message + CURVE_BYTES),
+            (zmq.MAXMSGSIZE, self._max_message + auth.CURVE_BYTES),
             (zmq.RECONNECT_IVL, RECONNECT_MIN_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             *self._probes,
@@ -179,7 +171,7 @@ class ServerSocket(_Socket):
         self,
         host: str,
         port: int,
-        keys: RunKeys,
+        keys: auth.RunKeys,
         max_message: int = FRAME_BYTES_MAX,
         on_rejected: Callable[[str], object] = lambda told: None,
     ) -> None:
@@ -233,7 +225,7 @@ class ClientSocket(_Socket):
 
     _probes = ((zmq.HEARTBEAT_IVL, PROBE_MS), (zmq.HEARTBEAT_TIMEOUT, PROBE_TIMEOUT_MS))
 
-    def __init__(self, keys: RunKeys, max_message: int = FRAME_BYTES_MAX) -> None:
+    def __init__(self, keys: auth.RunKeys, max_message: int = FRAME_BYTES_MAX) -> None:
         super().__init__(zmq.DEALER, keys, max_message)
         self.address = ""  #: empty: not connected yet
         self._refusals = self._last_refusal = 0
@@ -251,7 +243,7 @@ class ClientSocket(_Socket):
         self.close()
         self._open()
         self._keys.secure_client(self._socket)
-        self._monitor = self._socket.get_monitor_socket(REFUSALS | CONNECTIONS)
+        self._monitor = self._socket.get_monitor_socket(auth.REFUSALS | auth.CONNECTIONS)
         self._refusals = self._last_refusal = self.lost_connections = 0
         self._established = self.given_up = False
         try:
@@ -282,18 +274,18 @@ class ClientSocket(_Socket):
         self._read_monitor()
         last, self._last_refusal = self._last_refusal, 0
         certain = self.given_up or self._refusals >= REFUSALS_SAID
-        return why_refused(self.address, last) if last and certain else None
+        return auth.why_refused(self.address, last) if last and certain else None
 
     def _on_tick(self) -> None:
         self._read_monitor()
         super()._on_tick()
 
     def _read_monitor(self) -> None:
-        while self._monitor is not None and (event := next_event(self._monitor)):
-            if event & REFUSALS:
+        while self._monitor is not None and (event := auth.next_event(self._monitor)):
+            if event & auth.REFUSALS:
                 self._last_refusal = event
                 self._refusals += 1
-                self.given_up = self.given_up or bool(event & FINAL_REFUSALS)
+                self.given_up = self.given_up or bool(event & auth.FINAL_REFUSALS)
             elif event == zmq.EVENT_DISCONNECTED:
                 self.lost_connections += self._established
             self._established = event == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -21,19 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from laminar.training import steps
 from laminar.training.algorithms.advantages import CONSTANT_SPREAD
 from laminar.training.model.micro_batches import MicroBatch, by_group
 from laminar.training.ranks import Ranks
-from laminar.training.steps import (
-    NO_SIGNAL,
-    NON_FINITE,
-    Mismatch,
-    Origin,
-    SpanPart,
-    TrainSample,
-    parts_of,
-    token_staleness,
-)
 
 Column = NDArray[np.float64]  # one number per sample
 
@@ -78,7 +69,7 @@ class TokenFigures:
         self._sums: dict[str, list[Column]] = {}
         self._maxima: dict[str, list[Column]] = {}
         #: sums of MISMATCH_FIGURES, then tokens; separate for continued responses (`SpanPart`)
-        self._parts: dict[SpanPart, Column] = {}
+        self._parts: dict[steps.SpanPart, Column] = {}
 
     def add(self, micro: MicroBatch, figures: Mapping[str, Tensor]) -> None:
         """Add the figures [tokens] of one micro-batch; of an empty one, only their names."""
@@ -96,7 +87,7 @@ class TokenFigures:
         if not micro.empty:
             self._add_to_parts(micro, [arrays[name] for name in MISMATCH_FIGURES])
 
-    def join(self, ranks: Ranks, samples: Sequence[TrainSample]) -> None:
+    def join(self, ranks: Ranks, samples: Sequence[steps.TrainSample]) -> None:
         """Merge the figures of all ranks; call once; `samples`: those of all ranks together."""
         if ranks.size == 1 or not samples:
             return
@@ -109,7 +100,7 @@ class TokenFigures:
             ranks.all_reduce(torch.from_numpy(table))
             columns.update((name, [column]) for name, column in zip(columns, table, strict=True))
         self.sample_ids = [s.sample_id for s in samples]
-        parts = dict.fromkeys(part for s in samples for part in parts_of(s.spans))
+        parts = dict.fromkeys(part for s in samples for part in steps.parts_of(s.spans))
         none = np.zeros(len(MISMATCH_FIGURES) + 1)
         sums = np.stack([self._parts.get(part, none) for part in parts])
         ranks.all_reduce(torch.from_numpy(sums))
@@ -123,14 +114,14 @@ class TokenFigures:
         for part, sums in zip(micro.parts, np.stack(columns, axis=1), strict=True):
             self._parts[part] = self._parts.get(part, 0.0) + sums
 
-    def compute_mismatch(self) -> dict[Origin, Mismatch]:
+    def compute_mismatch(self) -> dict[steps.Origin, steps.Mismatch]:
         """Return means over the tokens of each origin; a masked sample has no figures."""
-        sums: dict[Origin, Column] = {}
+        sums: dict[steps.Origin, Column] = {}
         for part, column in self._parts.items():
             sums[part.origin] = sums.get(part.origin, 0.0) + column
         return {origin: _mean(column) for origin, column in sums.items()}
 
-    def went_on(self) -> dict[Origin, Mismatch]:
+    def went_on(self) -> dict[steps.Origin, steps.Mismatch]:
         """Return the same over tokens of responses that continued with weights loaded in flight."""
         return {part.origin: _mean(sums) for part, sums in self._parts.items() if part.went_on}
 
@@ -152,9 +143,9 @@ class TokenFigures:
         return float(np.concatenate(self._maxima[name]).max())
 
 
-def _mean(sums: Column) -> Mismatch:
+def _mean(sums: Column) -> steps.Mismatch:
     diff, k3, doubt, tokens = map(float, sums)
-    return Mismatch(diff / tokens, k3 / tokens, doubt / tokens, int(tokens))
+    return steps.Mismatch(diff / tokens, k3 / tokens, doubt / tokens, int(tokens))
 
 
 def token_metrics(figures: TokenFigures) -> dict[str, float]:
@@ -174,7 +165,7 @@ def token_metrics(figures: TokenFigures) -> dict[str, float]:
     return found
 
 
-def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]:
+def batch_metrics(samples: Sequence[steps.TrainSample], step: int) -> dict[str, float]:
     """Compute metrics of the consumed batch, masked samples included."""
     rewards = np.array([s.reward for s in samples], dtype=np.float64)
     advantages = np.concatenate([s.token_advantages for s in samples])
@@ -205,7 +196,7 @@ def batch_metrics(samples: Sequence[TrainSample], step: int) -> dict[str, float]
         found["critic/rewards/mean"] = np.mean([s.trained_reward for s in samples])
         found["reward/overlong_ratio"] = np.mean(np.array(penalties) < 0)
     found |= _group_shares(samples) | _staleness_by_length(responses, staleness)
-    found |= token_staleness(samples, step)
+    found |= steps.token_staleness(samples, step)
     return {key: float(value) for key, value in found.items()} | _reward_extras(samples)
 
 
@@ -213,8 +204,8 @@ def count_skipped(model: str, reasons: Sequence[str | None]) -> dict[str, float]
     """Count a model's skipped updates, by the reason of each update or None."""
     return {
         f"{model}/skipped_updates": float(sum(reason is not None for reason in reasons)),
-        f"{model}/no_signal_updates": float(reasons.count(NO_SIGNAL)),
-        f"{model}/nonfinite_updates": float(reasons.count(NON_FINITE)),
+        f"{model}/no_signal_updates": float(reasons.count(steps.NO_SIGNAL)),
+        f"{model}/nonfinite_updates": float(reasons.count(steps.NON_FINITE)),
     }
 
 
@@ -232,7 +223,7 @@ def memory_metrics(device: torch.device, estimated: int) -> dict[str, float]:
     return found | {"perf/estimated_memory_gb": estimated / 1e9}
 
 
-def _group_shares(samples: Sequence[TrainSample]) -> dict[str, float]:
+def _group_shares(samples: Sequence[steps.TrainSample]) -> dict[str, float]:
     """Return shares of groups whose siblings agree: such a group teaches little or nothing."""
     groups = list(by_group(samples).values())
     flat = [np.ptp([s.trained_reward for s in group]) <= CONSTANT_SPREAD for group in groups]
@@ -252,7 +243,7 @@ def _staleness_by_length(responses: Column, staleness: Sequence[int]) -> dict[st
     return {f"{name}{q}": ages[rows].mean() for q, rows in enumerate(quarters, 1) if len(rows)}
 
 
-def _reward_extras(samples: Sequence[TrainSample]) -> dict[str, float]:
+def _reward_extras(samples: Sequence[steps.TrainSample]) -> dict[str, float]:
     """Return means of the reward function's extra figures, over the samples that have them."""
     names = sorted({name for sample in samples for name in sample.extras})[:EXTRAS_SHOWN]
     return {
@@ -263,7 +254,7 @@ def _reward_extras(samples: Sequence[TrainSample]) -> dict[str, float]:
     }
 
 
-def reward_by_version(samples: Sequence[TrainSample]) -> dict[int, tuple[float, int]]:
+def reward_by_version(samples: Sequence[steps.TrainSample]) -> dict[int, tuple[float, int]]:
     """Return by weight version, ascending: (mean reward, samples)."""
     rewards: dict[int, list[float]] = {}
     for sample in samples:
@@ -272,8 +263,8 @@ def reward_by_version(samples: Sequence[TrainSample]) -> dict[int, tuple[float, 
 
 
 def by_origin(
-    mismatch: Mapping[Origin, Mismatch],
-    went_on: Mapping[Origin, Mismatch],
+    mismatch: Mapping[steps.Origin, steps.Mismatch],
+    went_on: Mapping[steps.Origin, steps.Mismatch],
     rewards: Mapping[int, tuple[float, int]],
 ) -> dict[str, float]:
     """Flatten the largest mismatches and the newest versions, ORIGINS_SHOWN each, to metrics.
@@ -290,7 +281,7 @@ def by_origin(
     return figures | ({"by_origin/left_out": float(left_out)} if left_out else {})
 
 
-def _get_mismatch_size(origin: tuple[Origin, Mismatch]) -> float:
+def _get_mismatch_size(origin: tuple[steps.Origin, steps.Mismatch]) -> float:
     """Return the sort key of a mismatch; a figure that is not finite counts as the largest."""
     k3 = origin[1].mean_k3
     return k3 if math.isfinite(k3) else math.inf

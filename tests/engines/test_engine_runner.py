@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from laminar.engines.protocol import (
-    EngineError,
-    EngineStats,
-    GenerateRequest,
-    KvOnUpdate,
-    TensorPlace,
-    TokenDelta,
-    WeightSource,
-)
+from laminar.engines import protocol
 from laminar.engines.runner import EngineRunner
 from tests.engines.engine_models import Output, build, collect, engine_of, request, run_all
 
@@ -37,9 +29,9 @@ class CountingEngine:
         self.fail_at = -1
         self.closed = False
 
-    def add(self, request: GenerateRequest) -> None:
+    def add(self, request: protocol.GenerateRequest) -> None:
         if not request.prompt_ids:
-            raise EngineError("empty prompt")
+            raise protocol.EngineError("empty prompt")
         self.running[request.request_id] = [0, request.max_new_tokens]
 
     def abort_request(self, request_id: str) -> bool:
@@ -53,19 +45,19 @@ class CountingEngine:
     def let_go(self) -> None:
         self._gate.set()
 
-    def step(self) -> list[TokenDelta]:
+    def step(self) -> list[protocol.TokenDelta]:
         self.threads.add(threading.get_ident())
         self.steps += 1
         if self.steps == self.hold_at:
             self._held.set()
             self._gate.wait(10)
         if self.steps == self.fail_at:
-            raise EngineError("broken model")
+            raise protocol.EngineError("broken model")
         deltas = []
         for name, state in list(self.running.items()):
             state[0] += 1
             done = "length" if state[0] == state[1] else None
-            deltas.append(TokenDelta(name, [state[0] - 1], [-1.0], done))
+            deltas.append(protocol.TokenDelta(name, [state[0] - 1], [-1.0], done))
             if done:
                 del self.running[name]
         return deltas
@@ -76,8 +68,10 @@ class CountingEngine:
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[0.0] * (len(s) - 1) for s in sequences]
 
-    def get_stats(self) -> EngineStats:
-        return EngineStats(sum(s[0] for s in self.running.values()), 100, len(self.running), 0)
+    def get_stats(self) -> protocol.EngineStats:
+        return protocol.EngineStats(
+            sum(s[0] for s in self.running.values()), 100, len(self.running), 0
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -87,11 +81,11 @@ class Inbox:
     """Collects deltas on the loop and lets a test wait for the end of requests."""
 
     def __init__(self) -> None:
-        self.batches: list[list[TokenDelta]] = []
+        self.batches: list[list[protocol.TokenDelta]] = []
         self.outputs: dict[str, Output] = {}
         self.news = asyncio.Event()
 
-    def __call__(self, deltas: list[TokenDelta]) -> None:
+    def __call__(self, deltas: list[protocol.TokenDelta]) -> None:
         self.batches.append(deltas)
         collect(self.outputs, deltas)
         self.news.set()
@@ -192,7 +186,7 @@ async def test_step_records_cover_every_step_once() -> None:
 async def test_a_refused_request_or_call_fails_alone() -> None:
     engine = CountingEngine()
     runner, inbox = start(engine)
-    with pytest.raises(EngineError, match="empty prompt"):
+    with pytest.raises(protocol.EngineError, match="empty prompt"):
         await runner.add(request("bad", ()))
     with pytest.raises(ZeroDivisionError):
         await runner.call_engine(lambda e: 1 // 0)
@@ -220,23 +214,23 @@ async def test_a_failing_step_reaches_everybody_who_waits() -> None:
     await engine.held()
     pending = [runner.call_engine(lambda e: e.get_stats()) for _ in range(3)]
     engine.let_go()
-    with pytest.raises(EngineError, match="broken model"):
+    with pytest.raises(protocol.EngineError, match="broken model"):
         await asyncio.wait_for(asyncio.shield(runner.failed), 10)
     assert inbox.outputs["a"].tokens == [0, 1, 2], "what was produced before is delivered"
     for future in [*pending, runner.add(request("b", (1,)))]:
-        with pytest.raises(EngineError, match="has stopped"):
+        with pytest.raises(protocol.EngineError, match="has stopped"):
             await asyncio.wait_for(future, 10)
     await asyncio.wait_for(runner.close(), 10)
 
 
-def written(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightSource:
+def written(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> protocol.WeightSource:
     """A version as it lies in a relay's memory."""
     places, data = [], bytearray()
     for name, tensor in tensors:
-        places.append(TensorPlace(name, "float32", tuple(tensor.shape), len(data)))
+        places.append(protocol.TensorPlace(name, "float32", tuple(tensor.shape), len(data)))
         data += tensor.detach().numpy().tobytes()
     path.write_bytes(data)
-    return WeightSource(str(path), 0, len(data), tuple(places))
+    return protocol.WeightSource(str(path), 0, len(data), tuple(places))
 
 
 def broken(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -254,7 +248,7 @@ async def until_nothing_runs(runner: EngineRunner) -> None:
 
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
 async def test_weights_that_break_a_step_in_flight_fail_their_proof_and_not_the_engine(
-    on_update: KvOnUpdate, tmp_path: Path
+    on_update: protocol.KvOnUpdate, tmp_path: Path
 ) -> None:
     """As where nothing ran: the replica says which weights it rejects, and loads others."""
     model = build("qwen2")
@@ -265,7 +259,7 @@ async def test_weights_that_break_a_step_in_flight_fail_their_proof_and_not_the_
     await until_nothing_runs(runner)
     await runner.add(request("crossed", (1, 2)))
     await until_nothing_runs(runner)
-    with pytest.raises(EngineError, match="loaded weights are broken"):
+    with pytest.raises(protocol.EngineError, match="loaded weights are broken"):
         await runner.compute_logprobs([[1, 2]])
     assert not runner.failed.done()
     await runner.load(good)
@@ -286,7 +280,7 @@ async def test_a_step_that_fails_with_proved_weights_is_a_failure_of_the_engine(
     await runner.compute_logprobs([[1, 2]])
     await runner.call_engine(lambda _: real.load_weights(broken(model)))
     await runner.add(request("a", (1, 2)))
-    with pytest.raises(EngineError, match="loaded weights are broken"):
+    with pytest.raises(protocol.EngineError, match="loaded weights are broken"):
         await asyncio.wait_for(asyncio.shield(runner.failed), 10)
     await runner.close()
 
@@ -302,7 +296,7 @@ async def test_close_answers_what_still_waits_and_may_be_called_again() -> None:
     late = runner.call_engine(lambda e: e.get_stats())
     engine.let_go()
     await asyncio.wait_for(closing, 10)
-    with pytest.raises(EngineError, match="has stopped"):
+    with pytest.raises(protocol.EngineError, match="has stopped"):
         await asyncio.wait_for(late, 10)
     await asyncio.wait_for(runner.close(), 10)
     assert engine.closed

@@ -9,13 +9,7 @@ import sys
 import pytest
 
 from laminar.config import Config, ConfigError, load_config
-from laminar.engines.environment import (
-    build_environment,
-    check_capability,
-    check_driver,
-    name_gpus,
-    parse_gpus,
-)
+from laminar.engines import environment
 
 
 def config(engine: str) -> Config:
@@ -25,22 +19,22 @@ def config(engine: str) -> Config:
 
 
 def test_vllm_on_gpus_compiles_and_its_core_can_be_forked() -> None:
-    found = build_environment(config("vllm"), gpus=True)
+    found = environment.build_environment(config("vllm"), gpus=True)
     assert found["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1", "CUDA is not begun before the fork"
     assert "TORCHDYNAMO_DISABLE" not in found
     assert "OMP_NUM_THREADS" not in found
 
 
 def test_vllm_without_gpus_has_as_many_threads_as_are_set() -> None:
-    found = build_environment(config("vllm"), gpus=False)
+    found = environment.build_environment(config("vllm"), gpus=False)
     assert found["OMP_NUM_THREADS"] == "1"
     assert found["TORCHDYNAMO_DISABLE"] == "1"
 
 
 def test_the_embedded_engine_needs_nothing() -> None:
     assert (
-        build_environment(config("torch"), gpus=True)
-        == build_environment(config("torch"), gpus=False)
+        environment.build_environment(config("torch"), gpus=True)
+        == environment.build_environment(config("torch"), gpus=False)
         == {}
     )
 
@@ -50,7 +44,7 @@ def test_a_progress_bar_of_vllm_does_not_reach_the_terminal(gpus: bool) -> None:
     bar = "from tqdm import tqdm; list(tqdm([1], desc='Capturing CUDA graphs'))"
     child = subprocess.run(
         [sys.executable, "-c", bar],
-        env={**os.environ, **build_environment(config("vllm"), gpus)},
+        env={**os.environ, **environment.build_environment(config("vllm"), gpus)},
         capture_output=True,
         check=True,
     )
@@ -73,7 +67,7 @@ def test_a_progress_bar_of_vllm_does_not_reach_the_terminal(gpus: bool) -> None:
 def test_gpus_have_the_names_that_cuda_knows(
     given: str | None, devices: list[str], names: list[str]
 ) -> None:
-    assert name_gpus(given, devices) == names
+    assert environment.name_gpus(given, devices) == names
 
 
 T4 = "0, GPU-9d1c4b0e-5a1d-7b1a-3a0e-1f5f0a6c2b11, Tesla T4, 7.5, 550.54.15\n"
@@ -81,15 +75,15 @@ H100 = "1, GPU-2b7c9a5e-0d6f-4f3a-8b1e-7c3d2e1f0a99, NVIDIA H100 80GB HBM3, 9.0,
 
 
 def test_a_gpu_without_bfloat16_is_refused_by_name() -> None:
-    gpus = parse_gpus(H100 + T4)
+    gpus = environment.parse_gpus(H100 + T4)
     with pytest.raises(ConfigError, match=r"GPU 0 of .* a Tesla T4 of compute capability 7.5, and"):
-        check_capability(config("torch"), gpus)
-    check_capability(config("torch"), parse_gpus(H100))
+        environment.check_capability(config("torch"), gpus)
+    environment.check_capability(config("torch"), environment.parse_gpus(H100))
     words = [f"{section}.dtype=float32" for section in ("trainer", "weights", "rollout")]
     settings = ["model.name=m", "data.dataset=spell_backward"]
-    check_capability(load_config([], [*settings, *words]), gpus)
+    environment.check_capability(load_config([], [*settings, *words]), gpus)
     with pytest.raises(ConfigError, match="to float32"):
-        check_capability(load_config([], [*settings, *words[:2]]), gpus)
+        environment.check_capability(load_config([], [*settings, *words[:2]]), gpus)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +98,6 @@ def test_a_gpu_without_bfloat16_is_refused_by_name() -> None:
 )
 def test_a_driver_that_is_too_old_is_named(cuda: str | None, driver: str, refused: bool) -> None:
     if not refused:
-        return check_driver(cuda, driver)
+        return environment.check_driver(cuda, driver)
     with pytest.raises(ConfigError, match=rf"driver {driver} .* CUDA {cuda}, which needs \d+ or"):
-        check_driver(cuda, driver)
+        environment.check_driver(cuda, driver)

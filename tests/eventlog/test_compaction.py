@@ -6,17 +6,9 @@ import pytest
 
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import hash_state
-from laminar.eventlog import compaction
+from laminar.eventlog import compaction, record
 from laminar.eventlog.compaction import compact_segments, measure_segments, read_segment
 from laminar.eventlog.reader import find_beginning, read_log, read_raw_log, scan_log
-from laminar.eventlog.record import (
-    MAX_HEADER_BYTES,
-    LogCorrupt,
-    Takeover,
-    compressed_name,
-    segment_name,
-    segment_numbers,
-)
 from laminar.eventlog.replay import replay_records
 from laminar.eventlog.restore import restore_log, take_over_log
 from laminar.eventlog.snapshot import read_snapshots
@@ -34,7 +26,7 @@ def world_of(keep_bytes: int = 0, **sizes: int) -> LoggedRun:
 @pytest.fixture(scope="module")
 def kept() -> LoggedRun:
     """Everything is kept; what is old is compressed."""
-    return world_of(segment_bytes=MAX_HEADER_BYTES)
+    return world_of(segment_bytes=record.MAX_HEADER_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +41,20 @@ def copy(disk: MemoryDisk) -> MemoryDisk:
 
 def unpacked(disk: MemoryDisk) -> MemoryDisk:
     """The same log as it was before anything was compressed."""
-    numbers = segment_numbers(disk.list_names())
-    return MemoryDisk({segment_name(n): read_segment(disk, n) for n in numbers})
+    numbers = record.segment_numbers(disk.list_names())
+    return MemoryDisk({record.segment_name(n): read_segment(disk, n) for n in numbers})
 
 
 def compressed(disk: MemoryDisk) -> list[int]:
     names = disk.list_names()
-    return [n for n in segment_numbers(names) if compressed_name(n) in names]
+    return [n for n in record.segment_numbers(names) if record.compressed_name(n) in names]
 
 
 def test_compressed_segments_read_like_any_other(kept: LoggedRun) -> None:
     """All readers, and a replay from the beginning; in much less space."""
     disk, plain = kept.disk, unpacked(kept.disk)
     assert len(compressed(disk)) > 5
-    assert not {segment_name(n) for n in compressed(disk)} & set(disk.list_names())
+    assert not {record.segment_name(n) for n in compressed(disk)} & set(disk.list_names())
     assert list(read_log(disk)) == list(read_log(plain))
     assert list(read_raw_log(disk)) == list(read_raw_log(plain))
     assert scan_log(disk) == scan_log(plain)
@@ -87,7 +79,9 @@ def test_one_segment_at_a_time_is_compressed(kept: LoggedRun) -> None:
 
 
 def test_a_log_that_has_not_rotated_is_not_touched(kept: LoggedRun) -> None:
-    disk = MemoryDisk({segment_name(1): kept.disk.read(segment_name(scan_log(kept.disk).newest))})
+    disk = MemoryDisk(
+        {record.segment_name(1): kept.disk.read(record.segment_name(scan_log(kept.disk).newest))}
+    )
     before = copy(disk)
     compact_segments(disk, 1, 1)
     assert disk.files == before.files and disk.calls == 0
@@ -96,11 +90,11 @@ def test_a_log_that_has_not_rotated_is_not_touched(kept: LoggedRun) -> None:
 def test_while_both_forms_are_there_the_plain_one_counts(kept: LoggedRun) -> None:
     """Killed between the renaming and the removal; the next pass does it again."""
     disk = unpacked(kept.disk)
-    disk.files[compressed_name(1)] = bytearray(b"half written")
+    disk.files[record.compressed_name(1)] = bytearray(b"half written")
     assert scan_log(disk) == scan_log(unpacked(kept.disk))
-    assert measure_segments(disk)[1] == disk.get_size(segment_name(1)) + len(b"half written")
+    assert measure_segments(disk)[1] == disk.get_size(record.segment_name(1)) + len(b"half written")
     compact_segments(disk, 2, 0)
-    assert segment_name(1) not in disk.list_names()
+    assert record.segment_name(1) not in disk.list_names()
     assert list(read_log(disk)) == list(read_log(kept.disk))
 
 
@@ -109,17 +103,17 @@ def test_the_original_stays_until_the_other_form_was_read_back(
 ) -> None:
     """The disk gives back something else than was written."""
     disk = unpacked(kept.disk)
-    other = disk.read(segment_name(2))
+    other = disk.read(record.segment_name(2))
     monkeypatch.setattr(compaction, "_decompress_segment", lambda *_: other)
     with pytest.raises(DiskError, match="reads back differently"):
         compact_segments(disk, 2, 0)
-    assert segment_name(1) in disk.list_names()
+    assert record.segment_name(1) in disk.list_names()
 
 
 def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(kept: LoggedRun) -> None:
     """Some bits of the format mean nothing; never is another content believed."""
     records = list(read_log(kept.disk))
-    name = compressed_name(2)
+    name = record.compressed_name(2)
     harmless = 0
     for at in range(kept.disk.get_size(name)):
         disk = copy(kept.disk)
@@ -127,25 +121,25 @@ def test_a_flip_in_every_byte_of_a_compressed_segment_is_found_or_harmless(kept:
         try:
             assert list(read_log(disk)) == records
             harmless += 1
-        except LogCorrupt as error:
+        except record.LogCorrupt as error:
             assert error.segment == 2
     assert harmless < 10
 
 
 def test_a_cut_of_a_compressed_segment_is_found(kept: LoggedRun) -> None:
-    name = compressed_name(2)
+    name = record.compressed_name(2)
     data = kept.disk.read(name)
     for cut in range(0, len(data) - 4):  # the last four bytes are a checksum of their own
         disk = copy(kept.disk)
         disk.files[name] = bytearray(data[:cut])
-        with pytest.raises(LogCorrupt) as caught:
+        with pytest.raises(record.LogCorrupt) as caught:
             scan_log(disk)
         assert caught.value.segment == 2
 
 
 def test_old_segments_are_removed_and_the_run_goes_on(short: LoggedRun) -> None:
     """Kills included: the world compares every restored state with the one it had."""
-    first = segment_numbers(short.disk.list_names())[0]
+    first = record.segment_numbers(short.disk.list_names())[0]
     older = read_snapshots(short.disk).usable[1]
     assert 1 < first <= older.position.segment
     restored = restore_log(short.disk)
@@ -166,17 +160,17 @@ def test_what_is_removed_is_what_is_beyond_the_limit(kept: LoggedRun) -> None:
 
 def test_both_forms_of_a_segment_are_removed(kept: LoggedRun) -> None:
     disk = unpacked(kept.disk)
-    disk.files[compressed_name(1)] = bytearray(b"half written")
-    disk.durable[compressed_name(1)] = 0
+    disk.files[record.compressed_name(1)] = bytearray(b"half written")
+    disk.durable[record.compressed_name(1)] = 0
     compact_segments(disk, 2, 1)
-    assert segment_numbers(disk.list_names())[0] == 2
+    assert record.segment_numbers(disk.list_names())[0] == 2
 
 
 def test_a_log_without_its_beginning_is_read_from_where_it_is_asked_to(short: LoggedRun) -> None:
-    with pytest.raises(LogCorrupt, match="expected the file, found events-"):
+    with pytest.raises(record.LogCorrupt, match="expected the file, found events-"):
         scan_log(short.disk)
     start = find_beginning(short.disk)
-    first = segment_numbers(short.disk.list_names())[0]
+    first = record.segment_numbers(short.disk.list_names())[0]
     assert start is not None and start.segment >= first and start.offset == 0
     position, header = next(read_log(short.disk, start=start))
     assert position == (start.segment, 0) and header.segment == start.segment
@@ -200,23 +194,23 @@ def test_the_beginning_is_that_of_the_history() -> None:
     """The oldest file may be one that nobody took over."""
     disk = MemoryDisk()
     start_on(disk)
-    disk.create_file(segment_name(2)).append(b"torn")
+    disk.create_file(record.segment_name(2)).append(b"torn")
     start_on(disk)
-    del disk.files[segment_name(1)]
+    del disk.files[record.segment_name(1)]
     start = find_beginning(disk)
     assert start is not None and start.segment == 3
     assert [header.takes_over.crc for _, header in read_log(disk, start=start)] == [start.crc]
-    del disk.files[segment_name(3)]
+    del disk.files[record.segment_name(3)]
     assert find_beginning(disk) is None
 
 
 def test_a_hole_is_refused_also_where_the_beginning_is_gone(short: LoggedRun) -> None:
     disk = copy(short.disk)
     start_on(disk)
-    name = segment_name(scan_log(disk, read_snapshots(disk).usable[0].position).newest)
+    name = record.segment_name(scan_log(disk, read_snapshots(disk).usable[0].position).newest)
     start_on(disk)
     del disk.files[name]
-    with pytest.raises(LogCorrupt, match=rf"{name} is corrupt.*expected the file"):
+    with pytest.raises(record.LogCorrupt, match=rf"{name} is corrupt.*expected the file"):
         restore_log(disk)
 
 
@@ -229,13 +223,13 @@ def test_without_beginning_and_snapshot_there_is_no_start(short: LoggedRun) -> N
     assert restored.snapshot == older
     disk.files[older.name][-1] ^= 1
     before = copy(disk)
-    with pytest.raises(LogCorrupt) as caught:
+    with pytest.raises(record.LogCorrupt) as caught:
         restore_log(disk)
     assert caught.value.segment == 1
     assert f"{older.name}: it is damaged" in str(caught.value)
     for name in (newest.name, older.name):
         del disk.files[name], before.files[name]
-    with pytest.raises(LogCorrupt, match="found neither"):
+    with pytest.raises(record.LogCorrupt, match="found neither"):
         restore_log(disk)
     assert disk.files == before.files
 
@@ -243,7 +237,7 @@ def test_without_beginning_and_snapshot_there_is_no_start(short: LoggedRun) -> N
 def test_snapshots_without_any_segment_are_a_lost_log(short: LoggedRun) -> None:
     """Not an empty one: nobody begins the run again on top of it."""
     files = {n: bytes(d) for n, d in short.disk.files.items() if n.startswith("snapshot")}
-    with pytest.raises(LogCorrupt, match="or a snapshot that replaces it"):
+    with pytest.raises(record.LogCorrupt, match="or a snapshot that replaces it"):
         restore_log(MemoryDisk(files))
 
 
@@ -258,12 +252,14 @@ def test_an_observer_gets_the_most_that_is_left(short: LoggedRun) -> None:
 def test_a_start_removes_what_a_crash_left_unfinished() -> None:
     disk = MemoryDisk({"snapshot-000000000007.bin.tmp": b"x", "events-00000001.log.zst.tmp": b"y"})
     start_on(disk)
-    assert disk.list_names() == [segment_name(1)]
+    assert disk.list_names() == [record.segment_name(1)]
 
 
 def test_a_start_that_is_not_there_is_named() -> None:
     disk = MemoryDisk()
     start_on(disk)
-    with pytest.raises(LogCorrupt, match=r"events-00000003.log is corrupt.*expected the file"):
-        disk.files[segment_name(5)] = bytearray()
-        list(read_log(disk, start=Takeover(3, 0, 0)))
+    with pytest.raises(
+        record.LogCorrupt, match=r"events-00000003.log is corrupt.*expected the file"
+    ):
+        disk.files[record.segment_name(5)] = bytearray()
+        list(read_log(disk, start=record.Takeover(3, 0, 0)))

@@ -3,6 +3,7 @@
 import pytest
 
 from laminar.events.families import WireError
+from laminar.net import session
 from laminar.net.frames import (
     Ack,
     Ask,
@@ -17,30 +18,19 @@ from laminar.net.frames import (
     decode_server,
     encode,
 )
-from laminar.net.session import (
-    MS,
-    NEVER_NS,
-    SERVERS_KNOWN,
-    WINDOW_MESSAGES,
-    ClientLink,
-    Limits,
-    LinkClosed,
-    LinkState,
-    Outbox,
-    OutboxFull,
-    ServerLink,
-)
 
-HEARTBEAT = 1_000 * MS
+HEARTBEAT = 1_000 * session.MS
 HELLO = Hello("rollout-0", "rollout", "c1", 0, 1, {})
 
 
 def client(heartbeat_ns=HEARTBEAT, **options):
-    return ClientLink("rollout-0", "rollout", "c1", heartbeat_ns=heartbeat_ns, now_ns=0, **options)
+    return session.ClientLink(
+        "rollout-0", "rollout", "c1", heartbeat_ns=heartbeat_ns, now_ns=0, **options
+    )
 
 
 def server(hello=HELLO, boot="s1", last_seq=0, **options):
-    return ServerLink(hello, server_boot=boot, incarnation=4, last_seq=last_seq, **options)
+    return session.ServerLink(hello, server_boot=boot, incarnation=4, last_seq=last_seq, **options)
 
 
 def up_client(boot="s1", **options):
@@ -51,7 +41,7 @@ def up_client(boot="s1", **options):
 
 
 def said(link, now):
-    decode = decode_client if isinstance(link, ClientLink) else decode_server
+    decode = decode_client if isinstance(link, session.ClientLink) else decode_server
     return [decode(frame, link.limits.max_frame) for frame in link.poll(now)]
 
 
@@ -65,7 +55,7 @@ def hear(link, frame, now=0):
 def test_hello_is_repeated_with_growing_pauses_until_welcomed():
     link, times = client(info={"host": "n1"}), []
     for ms in range(0, 8_000, 10):
-        if said(link, ms * MS):
+        if said(link, ms * session.MS):
             times.append(ms)
     assert times == [0, 200, 600, 1400, 3000, 5000, 7000]
 
@@ -76,7 +66,7 @@ def test_data_waits_for_the_welcome():
     assert said(link, 0) == [HELLO]
     hear(link, Welcome("s1", 4, 0))
     assert said(link, 0) == [Data("s1", 1, 0, b"a")]
-    assert (link.state, link.incarnation) == (LinkState.UP, 4)
+    assert (link.state, link.incarnation) == (session.LinkState.UP, 4)
 
 
 def test_the_assigned_incarnation_is_repeated():
@@ -88,11 +78,11 @@ def test_the_assigned_incarnation_is_repeated():
 def test_a_refused_client_keeps_silent_and_says_why():
     link = client()
     hear(link, Refused("fenced: a newer rollout-0 joined"))
-    assert (link.state, said(link, 10**12)) == (LinkState.REFUSED, [])
-    with pytest.raises(LinkClosed, match="fenced: a newer rollout-0 joined"):
+    assert (link.state, said(link, 10**12)) == (session.LinkState.REFUSED, [])
+    with pytest.raises(session.LinkClosed, match="fenced: a newer rollout-0 joined"):
         link.send(b"a")
     hear(link, Welcome("s1", 4, 0))
-    assert link.state is LinkState.REFUSED
+    assert link.state is session.LinkState.REFUSED
 
 
 def test_data_before_the_welcome_is_not_taken():
@@ -134,7 +124,7 @@ def test_resend_goes_back_to_the_first_missing_with_hello_and_doubling_pauses():
     link.send(b"a")
     link.send(b"b")
     for ms in range(0, 6_000, 10):
-        frames = said(link, ms * MS)
+        frames = said(link, ms * session.MS)
         if frames:
             times.append(ms)
             assert [f.seq for f in frames if isinstance(f, Data)] == [1, 2]
@@ -147,25 +137,25 @@ def test_progress_resets_the_pause_and_only_the_rest_is_resent():
     link.send(b"a")
     link.send(b"b")
     for ms in (0, 200, 600):
-        said(link, ms * MS)
-    hear(link, Ack("s1", 1), 700 * MS)
-    assert said(link, 899 * MS) == []
-    assert said(link, 900 * MS)[1:] == [Data("s1", 2, 0, b"b")]
+        said(link, ms * session.MS)
+    hear(link, Ack("s1", 1), 700 * session.MS)
+    assert said(link, 899 * session.MS) == []
+    assert said(link, 900 * session.MS)[1:] == [Data("s1", 2, 0, b"b")]
 
 
 def test_window_limits_messages_in_flight():
     link = up_client()
-    for n in range(WINDOW_MESSAGES + 10):
+    for n in range(session.WINDOW_MESSAGES + 10):
         link.send(b"%d" % n)
-    assert len(link.poll(0)) == WINDOW_MESSAGES
+    assert len(link.poll(0)) == session.WINDOW_MESSAGES
     assert link.poll(0) == []
     hear(link, Ack("s1", 4))
-    assert [f.seq for f in said(link, 0)] == [WINDOW_MESSAGES + n for n in (1, 2, 3, 4)]
+    assert [f.seq for f in said(link, 0)] == [session.WINDOW_MESSAGES + n for n in (1, 2, 3, 4)]
 
 
 def test_window_limits_bytes_in_flight_but_lets_a_large_body_go_alone():
-    limits = Limits(max_frame=16 * 1024 * 1024)
-    outbox = Outbox(limits)
+    limits = session.Limits(max_frame=16 * 1024 * 1024)
+    outbox = session.Outbox(limits)
     for size in (6, 1, 2, 2):
         outbox.append(b"x" * size * 1024 * 1024)
     assert [seq for seq, _ in outbox.take_due(0)] == [1]
@@ -177,23 +167,23 @@ def test_window_limits_bytes_in_flight_but_lets_a_large_body_go_alone():
 
 
 def test_a_full_outbox_raises_and_has_room_again_after_an_acknowledgement():
-    link = client(limits=Limits(outbox_messages=2))
+    link = client(limits=session.Limits(outbox_messages=2))
     link.send(b"a")
     link.send(b"b")
-    with pytest.raises(OutboxFull, match="2 messages"):
+    with pytest.raises(session.OutboxFull, match="2 messages"):
         link.send(b"c")
     hear(link, Welcome("s1", 4, 1))
     assert link.send(b"c") == 3
 
 
 def test_the_outbox_is_bounded_in_bytes():
-    outbox = Outbox(Limits(max_frame=20_000, outbox_bytes=10_000))
+    outbox = session.Outbox(session.Limits(max_frame=20_000, outbox_bytes=10_000))
     outbox.append(b"x" * 12_000)
-    with pytest.raises(OutboxFull, match="12000 bytes"):
+    with pytest.raises(session.OutboxFull, match="12000 bytes"):
         outbox.append(b"x")
     outbox.acknowledge_up_to(1, 0)
     outbox.append(b"x" * 6_000)
-    with pytest.raises(OutboxFull):
+    with pytest.raises(session.OutboxFull):
         outbox.append(b"x" * 6_000)
 
 
@@ -258,7 +248,7 @@ def test_a_client_acknowledged_beyond_the_record_is_refused():
     link = server(Hello("rollout-0", "rollout", "c1", 4, 9, {}), last_seq=6)
     (frame,) = said(link, 0)
     assert "acknowledged up to 8, but the log ends at 6: restart it" in frame.reason
-    assert link.state is LinkState.REFUSED
+    assert link.state is session.LinkState.REFUSED
 
 
 # Silence.
@@ -286,7 +276,7 @@ def test_gauges_do_not_hide_a_silent_server():
     link, kinds = up_client(), []
     for ms in range(0, 2_500, 500):
         link.send_gauge(b"tokens")
-        kinds += [type(frame) for frame in said(link, ms * MS)]
+        kinds += [type(frame) for frame in said(link, ms * session.MS)]
     assert kinds.count(Heartbeat) == 1
     assert kinds.count(Hello) == 1
 
@@ -295,7 +285,7 @@ def test_a_gauge_is_sent_once_and_not_numbered():
     link, peer = up_client(), server()
     link.send_gauge(b"tokens")
     assert said(link, 0) == [Gauge(b"tokens")]
-    assert [f for ms in range(0, 900, 50) for f in said(link, ms * MS)] == []
+    assert [f for ms in range(0, 900, 50) for f in said(link, ms * session.MS)] == []
     assert hear(peer, Gauge(b"tokens")) == [(0, b"tokens")]
 
 
@@ -315,9 +305,9 @@ def test_bye_closes_both_ends():
     assert said(link, 0) == [Bye()]
     assert said(link, 0) == []
     hear(peer, Bye())
-    assert peer.state is LinkState.CLOSED
+    assert peer.state is session.LinkState.CLOSED
     for end in (link, peer):
-        with pytest.raises(LinkClosed):
+        with pytest.raises(session.LinkClosed):
             end.send(b"a")
     assert hear(peer, Data("s1", 1, 0, b"a")) == []
 
@@ -342,21 +332,21 @@ def test_next_due_is_when_poll_has_something():
     link.send(b"a")
     assert link.next_due_ns() == 0
     link.poll(0)
-    assert link.next_due_ns() == 200 * MS
+    assert link.next_due_ns() == 200 * session.MS
     assert peer.next_due_ns() == 0
     peer.poll(0)
-    assert peer.next_due_ns() == NEVER_NS
+    assert peer.next_due_ns() == session.NEVER_NS
     link.send_gauge(b"g")
     assert link.next_due_ns() == 0
     link.poll(0)
     peer.refuse_client("lost")
     assert peer.next_due_ns() == 0
     peer.poll(0)
-    assert peer.next_due_ns() == NEVER_NS
+    assert peer.next_due_ns() == session.NEVER_NS
     link.close()
     assert link.next_due_ns() == 0
     link.poll(0)
-    assert link.next_due_ns() == NEVER_NS
+    assert link.next_due_ns() == session.NEVER_NS
 
 
 def test_client_forgets_the_numbers_of_the_oldest_servers():
@@ -367,7 +357,7 @@ def test_client_forgets_the_numbers_of_the_oldest_servers():
     hear(link, Welcome("s2", 4, 0))
     hear(link, Welcome("s1", 4, 0))
     assert hear(link, Data("s1", 1, 0, b"a")) == []
-    for number in range(SERVERS_KNOWN):
+    for number in range(session.SERVERS_KNOWN):
         hear(link, Welcome(f"other {number}", 4, 0))
     hear(link, Welcome("s1", 4, 0))
     assert hear(link, Data("s1", 1, 0, b"a")) == [b"a"]

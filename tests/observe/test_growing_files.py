@@ -10,16 +10,9 @@ import pytest
 
 from laminar.actors.system import engine_steps
 from laminar.actors.system.engine_steps import EngineSteps, join_steps
+from laminar.analysis.log import timeline
 from laminar.analysis.log.intervals import length_ns
 from laminar.analysis.log.process_logs import cut_logs, log_lines
-from laminar.analysis.log.timeline import (
-    JOIN_NS,
-    cut_timelines,
-    merge_steps,
-    read_spans,
-    read_steps,
-    whole_lines,
-)
 from laminar.analysis.report.summary import _find_covered
 from laminar.cli.commands import run_command
 from laminar.observe import files
@@ -56,9 +49,9 @@ def test_a_long_timeline_keeps_its_newest_parts_and_says_that_others_are_gone(
         if number % 7 == 0:
             file = GrowingFile(tmp_path, "timeline/trainer-0.jsonl", in_parts=True)
         file.write([span(number)])
-        steps = [s.step for s in read_spans(tmp_path, "trainer-0")]
+        steps = [s.step for s in timeline.read_spans(tmp_path, "trainer-0")]
         assert steps == list(range(steps[0], number + 1))
-        assert (cut_timelines(tmp_path) == ["trainer-0"]) is (steps[0] > 0)
+        assert (timeline.cut_timelines(tmp_path) == ["trainer-0"]) is (steps[0] > 0)
     assert 30 < len(steps) < 100
     assert len(older_parts(path)) == files.PARTS_KEPT - 1
     assert sum(p.stat().st_size for p in path.parent.iterdir()) < (files.PARTS_KEPT + 1) * 1_000
@@ -89,14 +82,14 @@ def test_names_with_dots_have_parts_of_their_own(tmp_path: Path) -> None:
         for number in range(12):
             GrowingFile(tmp_path, f"timeline/{name}.jsonl", in_parts=True).write([span(number)])
     for name in ("rollout-3", "rollout-3.1"):
-        assert [s.step for s in read_spans(tmp_path, name)] == list(range(12))
-    assert cut_timelines(tmp_path) == []
+        assert [s.step for s in timeline.read_spans(tmp_path, name)] == list(range(12))
+    assert timeline.cut_timelines(tmp_path) == []
 
 
 def test_what_is_gone_is_no_idle_time_of_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "trainer-0.jsonl").write_bytes(span(50) + span(60))
-    spans = read_spans(tmp_path, "trainer-0")
+    spans = timeline.read_spans(tmp_path, "trainer-0")
     assert _find_covered(True, spans)[0, 0] == 50 * MS
     assert _find_covered(False, spans)[0, 0] == 0
 
@@ -124,7 +117,7 @@ def test_many_engine_steps_become_few_rows_with_the_same_times_and_tokens() -> N
     busy, later = steps_of(0, 50), steps_of(100, 10)
     rows = np.frombuffer(join_steps(busy + later), dtype="<i8").reshape(-1, 4)
     assert rows.tolist() == [[0, 499 * MS, 0, 200], [1000 * MS, 1099 * MS, 0, 40]]
-    assert JOIN_NS > MS
+    assert timeline.JOIN_NS > MS
 
 
 def test_a_long_run_keeps_every_moment_of_its_engines(
@@ -135,12 +128,12 @@ def test_a_long_run_keeps_every_moment_of_its_engines(
         file = EngineSteps(tmp_path, "rollout-0")
         for first in range(begin, begin + 250, 50):
             file.write([steps_of(first, 25), steps_of(first + 25, 25)])
-    steps = read_steps(tmp_path, "rollout-0")
+    steps = timeline.read_steps(tmp_path, "rollout-0")
     assert len(steps) == 100 + 900 // 25
     assert steps[:, 3].sum() == 4_000
     assert (steps[:100, 2] == 4).all() and (steps[100:, 2] == 0).all()
     whole = np.frombuffer(steps_of(0, 1_000), dtype="<i8").reshape(-1, 4)
-    assert length_ns(merge_steps([steps])) == length_ns(merge_steps([whole]))
+    assert length_ns(timeline.merge_steps([steps])) == length_ns(timeline.merge_steps([whole]))
 
 
 def test_metrics_and_books_are_read_line_by_line(tmp_path: Path) -> None:
@@ -158,7 +151,7 @@ def test_metrics_and_books_are_read_line_by_line(tmp_path: Path) -> None:
     assert (found.event, found.step_event, found.evaluations) == (20_007, 20_000, 1)
     assert reader.peak_bytes < path.stat().st_size // 4
     with reader:
-        assert sum(1 for _ in whole_lines(path)) == 2_001
+        assert sum(1 for _ in timeline.whole_lines(path)) == 2_001
     assert reader.peak_bytes < path.stat().st_size // 4
 
 

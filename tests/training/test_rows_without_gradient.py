@@ -14,6 +14,7 @@ import torch
 
 from laminar.storage.rules import TokenSpan
 from laminar.training import learner as learner_module
+from laminar.training import steps
 from laminar.training.algorithms import policy_losses
 from laminar.training.algorithms.policy_losses import (
     ADVANTAGE_ONLY_LOSSES,
@@ -24,13 +25,6 @@ from laminar.training.engine_mismatch import movement_rows
 from laminar.training.learner import Learner
 from laminar.training.model.policy import LoadedPolicy
 from laminar.training.model.shared_prefix_attention import read_prompts_once
-from laminar.training.steps import (
-    NO_SIGNAL,
-    StepResult,
-    TrainSample,
-    get_origin,
-    select_one_per_origin,
-)
 from tools.kit.rank_cases import gradient, make_samples, replaced
 
 Make = Callable[..., Any]
@@ -46,8 +40,8 @@ FLAT = make_samples(flat=(0, 1))
 
 
 def with_and_without(
-    settings: dict[str, Any], samples: list[TrainSample]
-) -> tuple[float, StepResult, StepResult]:
+    settings: dict[str, Any], samples: list[steps.TrainSample]
+) -> tuple[float, steps.StepResult, steps.StepResult]:
     """How far a step that skips rows is from one that reads all; and both."""
     with replaced(policy_losses, "ADVANTAGE_ONLY_LOSSES", frozenset()):
         expected, of_all = gradient(None, settings, samples)
@@ -88,7 +82,7 @@ def test_loss_and_gradient_are_those_of_a_step_that_reads_all(settings: dict[str
     assert found.metrics["critic/score/mean"] == expected.metrics["critic/score/mean"]
 
 
-def flat_by_tokens() -> list[TrainSample]:
+def flat_by_tokens() -> list[steps.TrainSample]:
     """An answer beside flat groups, whose advantage is 0 by chance: its reward is the mean."""
     others = make_samples(flat=(0, 1))
     rewards = (0.0, 0.5, 1.0, 0.5)
@@ -147,19 +141,19 @@ def test_one_row_of_each_replica_and_version_is_scored(
     """A version of which all groups are right stays proven; a batch without signal is measured."""
     samples = make_samples(reward=1.0)
     result = Learner(make_config(), make_policy()).train_step(samples, 5)
-    assert (result.changed, result.skipped_reason) == (False, NO_SIGNAL)
-    assert result.mismatch.keys() == {get_origin(span) for s in samples for span in s.spans}
+    assert (result.changed, result.skipped_reason) == (False, steps.NO_SIGNAL)
+    assert result.mismatch.keys() == {steps.get_origin(span) for s in samples for span in s.spans}
     assert result.metrics["actor/skipped_rows"] == len(samples) - 4
     tokens = sum(m.tokens for m in result.mismatch.values())
-    assert tokens == sum(len(s.response_ids) for s in select_one_per_origin(samples))
+    assert tokens == sum(len(s.response_ids) for s in steps.select_one_per_origin(samples))
 
 
 def test_a_row_that_several_sampled_proves_them_all() -> None:
     first, second, third = make_samples(lengths=(6, 6, 6), replicas=1)
     spans = (TokenSpan("rollout-1", 4, 4, 2), TokenSpan("rollout-0", 3, 3, 4))
     both = replace(first, spans=spans)
-    assert select_one_per_origin([both, second, third]) == [both]
-    assert select_one_per_origin([second, third, both]) == [second, both]
+    assert steps.select_one_per_origin([both, second, third]) == [both]
+    assert steps.select_one_per_origin([second, third, both]) == [second, both]
 
 
 def test_an_engine_whose_rows_have_no_gradient_is_found_and_left_out() -> None:

@@ -17,17 +17,9 @@ import xxhash
 
 from laminar.weights.arena.region import Region
 from laminar.weights.arena.slots import HeldSlot, ReadLease, SlotTable, WritingSlot
-from laminar.weights.chain import wire
+from laminar.weights.chain import reports, wire
 from laminar.weights.chain.fetch_server import TRICKLE_S, FetchHandler
 from laminar.weights.chain.receiver import REFUSALS_MAX, SLOW_S, Receiver
-from laminar.weights.chain.reports import (
-    Received,
-    Report,
-    SlotReturned,
-    SlotWanted,
-    TransferPace,
-    Trouble,
-)
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.wire import BadBytes, FrameHeader, FrameKind
 from laminar.weights.delta.cache import DeltaCache
@@ -97,7 +89,7 @@ class Relay:
     def __init__(self, name: str, *, grants: bool = True, delta_bytes: int = 0) -> None:
         self.name, self.grants = name, grants
         self.memory = [bytearray(SIZE) for _ in range(SLOTS)]
-        self.reports: list[Report] = []
+        self.reports: list[reports.Report] = []
         self.posted: deque[Callable[[], None]] = deque()
         self.table = VersionTable(nullcontext())
         self.slots = SlotTable(SLOTS, self.table.try_forget)
@@ -118,15 +110,15 @@ class Relay:
         incoming = self.receiver.incoming
         return self.receiver.linked and incoming is not None and incoming.version == version
 
-    def handle(self, report: Report) -> None:
+    def handle(self, report: reports.Report) -> None:
         self.reports.append(report)
-        if isinstance(report, SlotWanted):
+        if isinstance(report, reports.SlotWanted):
             self.slot_due = True
-        elif isinstance(report, Received):
+        elif isinstance(report, reports.Received):
             state = self.slots.get_state(report.slot)
             assert isinstance(state, WritingSlot)
             self.slots.commit(report.slot, state.writer, report.manifest.version)
-        elif isinstance(report, SlotReturned):
+        elif isinstance(report, reports.SlotReturned):
             state = self.slots.get_state(report.slot)
             assert isinstance(state, WritingSlot)
             self.slots.abandon_slot(state.writer)
@@ -174,10 +166,10 @@ class Relay:
         self.sender.push_next()
 
     def troubles(self) -> list[tuple[str, int]]:
-        return [(r.kind, r.version) for r in self.reports if isinstance(r, Trouble)]
+        return [(r.kind, r.version) for r in self.reports if isinstance(r, reports.Trouble)]
 
     def received(self) -> list[int]:
-        return [r.manifest.version for r in self.reports if isinstance(r, Received)]
+        return [r.manifest.version for r in self.reports if isinstance(r, reports.Received)]
 
     def holds(self, version: int) -> bool:
         """Complete, under its digest, in a slot that is held, byte for byte."""
@@ -239,9 +231,9 @@ def test_the_pace_of_a_version_is_told_each_minute_in_which_something_came() -> 
     assert b.receiver.report_pace(SLOW_S - 1) == SLOW_S and not b.troubles()
     assert b.receiver.report_pace(SLOW_S) == 2 * SLOW_S
     assert b.receiver.report_pace(2 * SLOW_S) == 3 * SLOW_S
-    (slow,) = [report for report in b.reports if isinstance(report, Trouble)]
+    (slow,) = [report for report in b.reports if isinstance(report, reports.Trouble)]
     left = SIZE * (CHUNKS - 2) // CHUNKS
-    assert (slow.kind, slow.pace) == ("slow", TransferPace(2 * CHUNK, SLOW_S, left))
+    assert (slow.kind, slow.pace) == ("slow", reports.TransferPace(2 * CHUNK, SLOW_S, left))
     run([a, b], links)
     assert b.holds(0) and b.receiver.report_pace(3 * SLOW_S) is None
 
@@ -262,7 +254,7 @@ def test_without_a_free_slot_the_version_is_owed_and_the_newest_is_sent_when_the
     for version in (0, 1, 2):
         a.publish(version)
         run([a, b], links)
-    assert [type(r) for r in b.reports] == [SlotWanted]  # asked once
+    assert [type(r) for r in b.reports] == [reports.SlotWanted]  # asked once
     assert a.sender.current is not None and not a.sender.current.wanted
     b.grants = True
     run([a, b], links)

@@ -10,22 +10,9 @@ import pytest
 import xxhash
 
 from laminar.weights.arena.region import Region
-from laminar.weights.chain import downstream, upstream, wire
+from laminar.weights.chain import downstream, reports, upstream, wire
 from laminar.weights.chain.core import PlaneError
 from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR
-from laminar.weights.chain.reports import (
-    NeighbourDown,
-    NeighbourUp,
-    NotFetched,
-    PeerRejected,
-    PlaneFailed,
-    Received,
-    Report,
-    Side,
-    SlotReturned,
-    SlotWanted,
-    Trouble,
-)
 from laminar.weights.chain.tcp import _SO_MAX_PACING_RATE, TcpNetwork
 from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.transport import FrameHandler
@@ -46,7 +33,7 @@ class Probe:
     """A plane in this process, and its reports."""
 
     def __init__(self, name: str, run: str = "run", key: bytes = KEY) -> None:
-        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[reports.Report] = queue.SimpleQueue()
         self.slots = slots = [bytearray(4096) for _ in range(3)]
         self.plane = Plane(
             RelayIdentity(run, name, 1, key),
@@ -56,11 +43,11 @@ class Probe:
         self.name, self.closed = name, False
         self.host, self.port = self.plane.start("127.0.0.1")
 
-    def wait(self, wanted: type[Report] | Callable[[Report], bool]) -> Any:
+    def wait(self, wanted: type[reports.Report] | Callable[[reports.Report], bool]) -> Any:
         """The next report of this kind; others are passed over, but a fault of the plane."""
         while True:
             report = self.reports.get(timeout=WAIT_S)
-            assert not isinstance(report, PlaneFailed), report
+            assert not isinstance(report, reports.PlaneFailed), report
             if isinstance(report, wanted) if isinstance(wanted, type) else wanted(report):
                 return report
 
@@ -84,10 +71,10 @@ def probe() -> Iterator[Callable[..., Probe]]:
     yield make
     for each in made:
         each.close()
-        assert not any(isinstance(r, PlaneFailed) for r in drained(each))
+        assert not any(isinstance(r, reports.PlaneFailed) for r in drained(each))
 
 
-def drained(each: Probe) -> list[Report]:
+def drained(each: Probe) -> list[reports.Report]:
     found = []
     while not each.reports.empty():
         found.append(each.reports.get())
@@ -120,7 +107,7 @@ def test_a_stranger_is_sent_away_and_counted(
         said = ended(sock)
     assert relay.plane.get_status().refused == {reason: 1}
     assert (b"not belong to run another" in said) == (reason == "other-run")
-    told = relay.wait(PeerRejected)
+    told = relay.wait(reports.PeerRejected)
     assert f"refused 1 connection to 127.0.0.1:{relay.port}" in told.what
 
 
@@ -140,12 +127,12 @@ def test_strangers_are_few(probe: Callable[..., Probe]) -> None:
     refused = [sock for sock in socks[upstream.PENDING_PEERS_MAX :] if ended(sock) == b""]
     assert len(refused) == 4
     assert relay.plane.get_status().refused == {"too-many": 4}
-    relay.wait(PeerRejected)
+    relay.wait(reports.PeerRejected)
     assert drained(relay) == []  # strangers cannot fill the log
     for sock in socks:
         sock.close()
     probe("relay-1").feed(relay)
-    relay.wait(NeighbourUp)
+    relay.wait(reports.NeighbourUp)
 
 
 def proof_with_another_key(challenge: wire.Challenge) -> bytes:
@@ -169,7 +156,7 @@ def test_who_cannot_prove_that_it_is_of_the_run_is_refused(
         sock.sendall(wire.encode(wire.Proof(proof=prove(challenge))))
         assert b"relay-9 does not have the secret of run run" in ended(sock)
     assert relay.plane.get_status().refused == {"other-secret": 1}
-    relay.wait(PeerRejected)
+    relay.wait(reports.PeerRejected)
     assert drained(relay) == []
 
 
@@ -178,7 +165,7 @@ def test_a_greeting_that_was_overheard_is_refused(probe: Callable[..., Probe]) -
     relay = probe("relay-0")
     with socket.create_connection((relay.host, relay.port)) as sock:
         said = greet(sock)
-        assert relay.wait(NeighbourUp).name == "relay-9"
+        assert relay.wait(reports.NeighbourUp).name == "relay-9"
         with socket.create_connection((relay.host, relay.port)) as again:
             again.sendall(said)
             assert b"does not have the secret" in ended(again)
@@ -201,10 +188,10 @@ def test_relays_with_other_secrets_say_so_and_are_no_neighbours(
 ) -> None:
     relay, other = probe("relay-0"), probe("relay-1", "run", b"another key")
     relay.feed(other)
-    trouble = relay.wait(Trouble)
+    trouble = relay.wait(reports.Trouble)
     assert (trouble.kind, trouble.peer) == ("other-secret", "relay-1")
     assert "the peer does not have the secret of run run" in trouble.detail
-    assert {type(report) for report in drained(other)} <= {PeerRejected}
+    assert {type(report) for report in drained(other)} <= {reports.PeerRejected}
 
 
 def test_a_successor_with_the_proof_of_another_greeting_is_not_fed(
@@ -221,7 +208,7 @@ def test_a_successor_with_the_proof_of_another_greeting_is_not_fed(
             asked.sendall(hello(name=told.name, incarnation=told.incarnation, chain=told.chain))
             sock.sendall(wire.encode(received(asked, wire.successor_decoder)))
             ended(sock)
-    assert relay.wait(Trouble).kind == "other-secret"
+    assert relay.wait(reports.Trouble).kind == "other-secret"
 
 
 HOSTILE = [
@@ -243,13 +230,15 @@ def test_a_predecessor_that_goes_wrong_is_reported(
         assert isinstance(received(sock, wire.successor_decoder), wire.ChainWelcome)
         sock.sendall(data)
         ended(sock)
-    assert relay.wait(NeighbourUp) == NeighbourUp(Side.PREDECESSOR, "relay-9", 1)
-    assert relay.wait(Trouble).kind == reason
-    down = relay.wait(NeighbourDown)
-    assert (down.side, down.name) == (Side.PREDECESSOR, "relay-9")
+    assert relay.wait(reports.NeighbourUp) == reports.NeighbourUp(
+        reports.Side.PREDECESSOR, "relay-9", 1
+    )
+    assert relay.wait(reports.Trouble).kind == reason
+    down = relay.wait(reports.NeighbourDown)
+    assert (down.side, down.name) == (reports.Side.PREDECESSOR, "relay-9")
     assert relay.plane.get_status().refused == {reason: 1}
     probe("relay-1").feed(relay, 2)  # and it goes on with another one
-    assert relay.wait(NeighbourUp).name == "relay-1"
+    assert relay.wait(reports.NeighbourUp).name == "relay-1"
 
 
 def test_a_block_that_belongs_to_nothing_is_dropped(probe: Callable[..., Probe]) -> None:
@@ -259,18 +248,18 @@ def test_a_block_that_belongs_to_nothing_is_dropped(probe: Callable[..., Probe])
         greet(sock)
         sock.sendall(framed(FrameHeader(FrameKind.BLOCK, 8, 0, 3, 0), bytes(8)))
         sock.sendall(framed(FrameHeader(FrameKind.BLOCK, 0, 0, 3, 0)) + wire.encode(offer))
-        assert relay.wait(SlotWanted) == SlotWanted(1, 4096)
+        assert relay.wait(reports.SlotWanted) == reports.SlotWanted(1, 4096)
 
 
 def test_the_higher_chain_wins(probe: Callable[..., Probe]) -> None:
     old, new, relay = probe("relay-1"), probe("relay-2"), probe("relay-0")
     old.feed(relay, 4)
-    assert relay.wait(NeighbourUp).name == "relay-1"
+    assert relay.wait(reports.NeighbourUp).name == "relay-1"
     new.feed(relay, 5)
-    assert relay.wait(NeighbourDown).reason == "relay-2 took its place"
-    assert relay.wait(NeighbourUp).name == "relay-2"
-    assert old.wait(NeighbourDown).name == "relay-0"
-    refused = old.wait(Trouble)  # it tries again, as if it had not heard
+    assert relay.wait(reports.NeighbourDown).reason == "relay-2 took its place"
+    assert relay.wait(reports.NeighbourUp).name == "relay-2"
+    assert old.wait(reports.NeighbourDown).name == "relay-0"
+    refused = old.wait(reports.Trouble)  # it tries again, as if it had not heard
     assert (refused.kind, "chain 4 has ended" in refused.detail) == ("refused", True)
     assert relay.plane.get_status().predecessor == "relay-2"
     assert relay.plane.get_status().refused["old-chain"] >= 1
@@ -279,7 +268,7 @@ def test_the_higher_chain_wins(probe: Callable[..., Probe]) -> None:
 def test_a_successor_at_another_ones_address_is_not_fed(probe: Callable[..., Probe]) -> None:
     relay, other = probe("relay-0"), probe("relay-1")
     relay.plane.set_successor(1, ("relay-7", other.host, other.port))
-    trouble = relay.wait(Trouble)
+    trouble = relay.wait(reports.Trouble)
     assert (trouble.kind, trouble.peer) == ("other-relay", "relay-7")
 
 
@@ -291,14 +280,14 @@ def test_a_successor_that_is_not_there_is_reported_once_and_found_later(
         port = taken.getsockname()[1]
         relay = probe("relay-0")
         relay.plane.set_successor(1, ("relay-1", "127.0.0.1", port))
-        assert relay.wait(Trouble).kind == "unreachable"
+        assert relay.wait(reports.Trouble).kind == "unreachable"
     late = probe("relay-1")
     relay.feed(late, 2)
-    assert relay.wait(lambda r: not isinstance(r, Trouble)).name == "relay-1"
+    assert relay.wait(lambda r: not isinstance(r, reports.Trouble)).name == "relay-1"
     assert relay.plane.get_status().successor == "relay-1"
     relay.plane.set_successor(3, None)
-    assert relay.wait(NeighbourDown).side == Side.SUCCESSOR
-    assert late.wait(NeighbourDown).name == "relay-0"
+    assert relay.wait(reports.NeighbourDown).side == reports.Side.SUCCESSOR
+    assert late.wait(reports.NeighbourDown).name == "relay-0"
 
 
 def test_a_successor_that_is_no_relay_is_reported(
@@ -317,7 +306,7 @@ def test_a_successor_that_is_no_relay_is_reported(
             with sock:
                 sock.sendall(answer)
                 ended(sock)
-        assert relay.wait(Trouble).kind == "not-a-relay"
+        assert relay.wait(reports.Trouble).kind == "not-a-relay"
         server.accept()[0].close()  # it has counted the answer before it tried again
     assert relay.plane.get_status().refused == {
         "not-a-relay": 1,
@@ -357,10 +346,10 @@ def test_a_mistake_of_the_user_is_one_sentence() -> None:
 
 
 def test_a_fault_of_the_plane_is_reported_and_ends_it(probe: Callable[..., Probe]) -> None:
-    failed: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    failed: queue.SimpleQueue[reports.Report] = queue.SimpleQueue()
 
-    def notify(report: Report) -> None:
-        if not isinstance(report, PlaneFailed):
+    def notify(report: reports.Report) -> None:
+        if not isinstance(report, reports.PlaneFailed):
             raise RuntimeError("a bug")
         failed.put(report)
 
@@ -394,38 +383,38 @@ def test_an_older_version_is_fetched_and_the_chain_goes_on(probe: Callable[..., 
     published(holder, 3, 0)
     published(holder, 7, 1)
     holder.feed(other)
-    other.wait(SlotWanted)
+    other.wait(reports.SlotWanted)
     other.plane.grant_slot(0)
-    assert other.wait(Received).manifest.version == 7
+    assert other.wait(reports.Received).manifest.version == 7
     other.plane.fetch(3, holder_of(holder))
-    assert other.wait(SlotWanted) == SlotWanted(3, 4096, fetched=True)
+    assert other.wait(reports.SlotWanted) == reports.SlotWanted(3, 4096, fetched=True)
     other.plane.fetch_into(1)
-    came = other.wait(Received)
+    came = other.wait(reports.Received)
     assert (came.manifest.version, came.slot, came.fetched, came.num_bytes) == (3, 1, True, 4096)
     assert other.slots[1] == holder.slots[0]
     published(holder, 8, 2)
-    other.wait(SlotWanted)
+    other.wait(reports.SlotWanted)
     other.plane.grant_slot(2)
-    assert other.wait(Received).manifest.version == 8
+    assert other.wait(reports.Received).manifest.version == 8
 
 
 def test_a_version_that_is_not_there_is_not_fetched(probe: Callable[..., Probe]) -> None:
     holder, other = probe("relay-0"), probe("relay-1")
     published(holder, 7, 1)
     other.plane.fetch(3, holder_of(holder))
-    assert "version 3 is not held here" in other.wait(NotFetched).reason
+    assert "version 3 is not held here" in other.wait(reports.NotFetched).reason
     other.plane.fetch(7, ("relay-9", holder.host, holder.port))
-    assert "relay-0 has the address of relay-9" in other.wait(NotFetched).reason
+    assert "relay-0 has the address of relay-9" in other.wait(reports.NotFetched).reason
     holder.close()
     other.plane.fetch(7, holder_of(holder))
-    assert other.wait(NotFetched).version == 7
+    assert other.wait(reports.NotFetched).version == 7
 
 
 def test_a_fetch_proves_that_it_is_of_the_run(probe: Callable[..., Probe]) -> None:
     holder, other = probe("relay-0"), probe("relay-1", "run", b"another key, as long as it")
     published(holder, 7, 1)
     other.plane.fetch(7, holder_of(holder))
-    assert "does not have the secret" in other.wait(NotFetched).reason
+    assert "does not have the secret" in other.wait(reports.NotFetched).reason
 
 
 def test_the_slot_of_a_fetch_that_breaks_comes_back(probe: Callable[..., Probe]) -> None:
@@ -434,12 +423,12 @@ def test_the_slot_of_a_fetch_that_breaks_comes_back(probe: Callable[..., Probe])
     published(holder, 3, 0)
     published(second, 3, 0)
     other.plane.fetch(3, holder_of(holder))
-    other.wait(SlotWanted)
+    other.wait(reports.SlotWanted)
     holder.close()
-    other.wait(NotFetched)
+    other.wait(reports.NotFetched)
     other.plane.fetch(3, holder_of(second))
     other.plane.fetch_into(0)
-    assert other.wait(SlotReturned) == SlotReturned(0, fetched=True)
-    other.wait(SlotWanted)
+    assert other.wait(reports.SlotReturned) == reports.SlotReturned(0, fetched=True)
+    other.wait(reports.SlotWanted)
     other.plane.fetch_into(0)
-    assert other.wait(Received).manifest.version == 3
+    assert other.wait(reports.Received).manifest.version == 3

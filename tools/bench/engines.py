@@ -46,15 +46,9 @@ import numpy as np
 from laminar.actors.weight_loader import source_of
 from laminar.config import Config, load_config
 from laminar.config.algorithm_rules import weight_bounds
+from laminar.engines import protocol
 from laminar.engines.build import start_engine
 from laminar.engines.hf_config import read_hf_config
-from laminar.engines.protocol import (
-    GenerateRequest,
-    KvOnUpdate,
-    ReplicaEngine,
-    TokenDelta,
-    WeightSource,
-)
 
 SHARED_MEMORY = Path("/dev/shm")
 DONE_S = 300.0  #: timeout of one measurement
@@ -65,7 +59,7 @@ FAR = 0.1  #: difference of log-probs; the probabilities then differ by a tenth
 class Driver:
     """An engine, with the arrival times of its tokens."""
 
-    engine: ReplicaEngine
+    engine: protocol.ReplicaEngine
 
     def __init__(self, config: Config, vocab: int, seed: int) -> None:
         self.config, self.vocab = config, vocab
@@ -84,7 +78,7 @@ class Driver:
         self.engine = await start_engine(self.config, self.vocab, 1, self._take)
         return time.monotonic() - started
 
-    def _take(self, deltas: list[TokenDelta]) -> None:
+    def _take(self, deltas: list[protocol.TokenDelta]) -> None:
         now = time.monotonic()
         for delta in deltas:
             tokens, logprobs = self._rows[delta.request_id]
@@ -127,7 +121,9 @@ class Driver:
         self._done.clear()
         added = [
             self.engine.add(
-                GenerateRequest(name, prompt, (), new_tokens, 1.0, 1_000 + row, frozenset())
+                protocol.GenerateRequest(
+                    name, prompt, (), new_tokens, 1.0, 1_000 + row, frozenset()
+                )
             )
             for row, (name, prompt) in enumerate(zip(names, prompts, strict=True))
         ]
@@ -193,7 +189,7 @@ class Trainer:
         """Return all weights as one vector."""
         return self._torch.cat([tensor.detach().float().flatten() for _, tensor in self.weights])
 
-    def source(self) -> WeightSource:
+    def source(self) -> protocol.WeightSource:
         return source_of(str(self.path), 0, self.specs, self.nbytes)
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -259,7 +255,7 @@ async def mismatch(driver: Driver, trainer: Trainer, args: argparse.Namespace) -
 
 async def in_flight(driver: Driver, trainer: Trainer, args: argparse.Namespace) -> None:
     loads = args.versions
-    kinds: tuple[KvOnUpdate, ...] = ("keep", "recompute")
+    kinds: tuple[protocol.KvOnUpdate, ...] = ("keep", "recompute")
     for kind in [kind for _ in range(args.rounds) for kind in kinds]:
         prompts = driver.prompts([args.prompt] * args.mismatch_rows)
         running = asyncio.ensure_future(driver.run(prompts, args.new))

@@ -37,17 +37,11 @@ from laminar.net.rpc_server import RpcServer
 from laminar.observe.files import GrowingFile
 from laminar.observe.logs import configure_logging, get_logger, make_logger
 from laminar.observe.telemetry import print_lines
+from laminar.run import stop_requests
 from laminar.run.directory import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR, run_config
 from laminar.run.fail_points import FailPoints
 from laminar.run.lock import RunLock
 from laminar.run.secret import read_secret
-from laminar.run.stop_requests import (
-    STARTER_GONE,
-    drop_ignored,
-    follow_starter,
-    handle_signals,
-    leave_signals,
-)
 
 SWITCH_INTERVAL_S = 0.0005
 """Lower than Python's 5 ms, so that a computing thread does not delay the event loop."""
@@ -284,20 +278,22 @@ class OwnProcess:
             self._install_handlers()
 
     def _install_handlers(self) -> None:
-        handle_signals(leave_signals(warned=self.role == "node"), self._end_all)
+        stop_requests.handle_signals(
+            stop_requests.leave_signals(warned=self.role == "node"), self._end_all
+        )
         if self.role == "node":
-            handle_signals(drop_ignored(signal.SIGINT), self._end_all)
+            stop_requests.handle_signals(stop_requests.drop_ignored(signal.SIGINT), self._end_all)
         else:  # a terminal's Ctrl-C reaches all its processes, but actors wait for their node
-            handle_signals([signal.SIGINT], lambda name: None)
+            stop_requests.handle_signals([signal.SIGINT], lambda name: None)
         if self.lock.inherited:  # the starter writes to a coordinator only; here its end counts
-            follow_starter(self._handle_starter_line)
+            stop_requests.follow_starter(self._handle_starter_line)
 
     def _end_all(self, signal_name: str) -> None:
         for terminated in self._terminated:
             terminated(signal_name)
 
     def _handle_starter_line(self, word: str) -> None:
-        if word == STARTER_GONE:
+        if word == stop_requests.STARTER_GONE:
             for starter_gone in self._starter_gone:
                 starter_gone()
 

@@ -16,14 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from laminar.analysis.report import summary_lines
 from laminar.analysis.report.page_data import PageData
-from laminar.analysis.report.summary_lines import (
-    first_to_last,
-    format_count,
-    format_headline,
-    format_outcome,
-    list_problems,
-)
 from laminar.config import Config, dump_config, flatten_config
 
 NO_PROBLEMS = "No problems found"
@@ -36,7 +30,7 @@ def render_head(runs: Sequence[PageData]) -> Iterator[str]:
     yield f'<p class="faint">{escape(", ".join(str(d.run_dir) for d in runs))}</p>'
     if len(runs) == 1:
         yield f'<div class="tiles">{"".join(_render_tiles(runs[0]))}</div>'
-    figures = [_by_name(format_headline(d)) for d in runs]
+    figures = [_by_name(summary_lines.format_headline(d)) for d in runs]
     facts = [_by_name(list_run_facts(d)) for d in runs]
     yield '<div class="halves">'
     yield f"<div><h2>Results</h2>{''.join(_render_table(runs, figures))}</div>"
@@ -50,7 +44,7 @@ def render_problems(runs: Sequence[PageData]) -> Iterator[str]:
     yield "<h2>Problems</h2>"
     for data in runs:
         of = f" ({data.name})" if len(runs) > 1 else ""
-        found = list(list_problems(data.summary))
+        found = list(summary_lines.list_problems(data.summary))
         for sentence in found:
             yield f'<div class="trouble">{escape(sentence + of)}</div>'
         if not found:
@@ -97,7 +91,7 @@ def _describe_training(c: Config) -> Iterator[tuple[str, str]]:
         f"{c.data.train_batch_size} prompts x {c.rollout.group_size} responses, at most "
         f"{c.data.max_response_length} tokens each",
     )
-    replicas = format_count(c.total_replicas, "replica", "replicas")
+    replicas = summary_lines.format_count(c.total_replicas, "replica", "replicas")
     yield (
         "rollout",
         f"{replicas} of {c.rollout.engine}, {c.rollout.max_num_seqs} sequences each, staleness at "
@@ -128,7 +122,9 @@ def _describe_hardware(machine: dict[str, Any]) -> str:
 def _render_badge(data: PageData) -> str:
     code = data.summary["exit_code"]
     kind = "going" if code is None else "failed" if code else "complete"
-    return f' <span class="badge {kind}">{escape(format_outcome(data.summary))}</span>'
+    return (
+        f' <span class="badge {kind}">{escape(summary_lines.format_outcome(data.summary))}</span>'
+    )
 
 
 def _render_tiles(data: PageData) -> Iterator[str]:
@@ -140,7 +136,7 @@ def _render_tiles(data: PageData) -> Iterator[str]:
         error = f"± {100 * (last['share_se'] or 0):.1f}, {last['total']} samples"
         before = f"{100 * first['share']:.1f} → " if len(evaluations) > 1 else ""
         yield _render_tile("eval accuracy", f"{before}{100 * last['share']:.1f} %", error)
-    if found := first_to_last(data, "reward/mean"):
+    if found := summary_lines.first_to_last(data, "reward/mean"):
         yield _render_tile("reward", found[0].replace("->", "→"), found[1])
     seconds = summary["seconds"]
     yield _render_tile("steps", str(summary["steps"]), f"in {_format_duration(seconds)}")
@@ -148,7 +144,7 @@ def _render_tiles(data: PageData) -> Iterator[str]:
         yield _render_tile("throughput", f"{rate:,.0f}", "sampled tokens per second")
     age, most = summary["staleness_mean"], summary["staleness_max"]
     yield _render_tile("staleness", f"{age:.2f}", f"steps, mean; at most {most}")
-    count = len(list(list_problems(summary)))
+    count = len(list(summary_lines.list_problems(summary)))
     text, kind = (str(count), "bad") if count else ("0", "fine")
     yield _render_tile("problems", text, "see below" if count else NO_PROBLEMS.lower(), kind)
 

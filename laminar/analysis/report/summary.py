@@ -21,19 +21,11 @@ import msgspec
 import numpy as np
 
 from laminar.analysis.audit.ledger_book import TRUNCATED, Account, ClosedTrajectory
+from laminar.analysis.log import timeline
 from laminar.analysis.log.engine_use import EngineUse
 from laminar.analysis.log.intervals import Intervals, intersect_intervals, merge_intervals
 from laminar.analysis.log.run_log import WallClock, replay_log
 from laminar.analysis.log.state_intervals import StateIntervals
-from laminar.analysis.log.timeline import (
-    Steps,
-    TimelineSpan,
-    cut_timelines,
-    merge_steps,
-    read_spans,
-    read_steps,
-    select_state,
-)
 from laminar.analysis.log.tool_calls import ToolCallStats
 from laminar.analysis.report import utilization
 from laminar.analysis.report.confidence import estimate_mean
@@ -118,10 +110,12 @@ class RunReplay:
         self.state, self.events = replayed.machine.state, replayed.events
         names = self.milestones.names
         replicas = sorted(names.get("rollout", []))
-        self.trainers = {name: read_spans(run_dir, name) for name in names.get("trainer", [])}
-        self.pulls = {name: read_spans(run_dir, name) for name in replicas}
-        self.steps = {name: read_steps(run_dir, name) for name in replicas}
-        self.cut = cut_timelines(run_dir)  #: processes whose first spans were removed
+        self.trainers = {
+            name: timeline.read_spans(run_dir, name) for name in names.get("trainer", [])
+        }
+        self.pulls = {name: timeline.read_spans(run_dir, name) for name in replicas}
+        self.steps = {name: timeline.read_steps(run_dir, name) for name in replicas}
+        self.cut = timeline.cut_timelines(run_dir)  #: processes whose first spans were removed
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
@@ -279,7 +273,7 @@ def _summarize_memory(account: Account) -> dict[str, float] | None:
     return found or None
 
 
-def _compute_throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
+def _compute_throughput(steps: Iterable[timeline.Steps]) -> dict[str, float | None]:
     """Return the throughput, with an error over parts long enough to be independent."""
     rates = estimate_mean(token_rates(steps, RATE_PARTS))
     return {
@@ -288,7 +282,7 @@ def _compute_throughput(steps: Iterable[Steps]) -> dict[str, float | None]:
     }
 
 
-def token_rates(steps: Iterable[Steps], parts: int) -> list[float]:
+def token_rates(steps: Iterable[timeline.Steps], parts: int) -> list[float]:
     """Return sampled tokens per second in equal parts of the engines' time; empty without steps."""
     rows = np.concatenate([np.zeros((0, 4), dtype=np.int64), *steps])
     if not len(rows) or rows[:, 1].max() == rows[:, 0].min():
@@ -324,18 +318,20 @@ def _summarize_timing(run: RunReplay) -> dict[str, Any]:
     windows, steps = run.windows, run.steps
     trainer_spans = [span for spans in run.trainers.values() for span in spans]
     time_shares = _trainer_shares(run)
-    pulling = {name: select_state(spans, "pulling") for name, spans in run.pulls.items()}
+    pulling = {name: timeline.select_state(spans, "pulling") for name, spans in run.pulls.items()}
     for name in steps:
         time_shares[name] = utilization.replica_shares(
             windows["live", name],
-            merge_steps([steps[name]]),
+            timeline.merge_steps([steps[name]]),
             windows["spare", name],
             merge_intervals(np.concatenate([pulling[name], windows["loading", name]])),
             windows["bound", name],
         )
     return {
         "overlap": utilization.compute_overlap(
-            select_state(trainer_spans, "busy"), windows["bound",], merge_steps(steps.values())
+            timeline.select_state(trainer_spans, "busy"),
+            windows["bound",],
+            timeline.merge_steps(steps.values()),
         ),
         "decode_gap_ratio": utilization.decode_gap_ratio(
             steps,
@@ -348,13 +344,13 @@ def _summarize_timing(run: RunReplay) -> dict[str, Any]:
     }
 
 
-def _find_covered(cut: bool, spans: list[TimelineSpan]) -> Intervals:
+def _find_covered(cut: bool, spans: list[timeline.TimelineSpan]) -> Intervals:
     """Return the time covered by a process's spans."""
     first_ns = min((span.start_ns for span in spans), default=0) if cut else 0
     return merge_intervals([(first_ns, np.iinfo(np.int64).max)])
 
 
-def publish_windows(spans: list[TimelineSpan], published_ns: dict[int, int]) -> Intervals:
+def publish_windows(spans: list[timeline.TimelineSpan], published_ns: dict[int, int]) -> Intervals:
     """Return the times from the copy into the slot to the relay's report of a complete version."""
     return merge_intervals(
         (span.start_ns, max(span.end_ns, published_ns.get(span.version, 0)))
@@ -363,7 +359,7 @@ def publish_windows(spans: list[TimelineSpan], published_ns: dict[int, int]) -> 
     )
 
 
-def _publish_stall(run: RunReplay, spans: list[TimelineSpan]) -> float | None:
+def _publish_stall(run: RunReplay, spans: list[timeline.TimelineSpan]) -> float | None:
     """Compute the stall over the trained steps whose weights were published, deferred included."""
     received = {span.step: span.start_ns for span in spans if span.state == "busy"}
     publishes, made_by = [], set()

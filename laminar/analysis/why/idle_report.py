@@ -13,15 +13,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from laminar.analysis.log.trajectory_history import EventClock, Moment
+from laminar.analysis.why import wording
 from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, IdlePeriod, IdleTracker
 from laminar.analysis.why.repack_decisions import RepackDecisions, look_lines, one_look
-from laminar.analysis.why.wording import (
-    QUESTION_HINT,
-    abbreviate_event,
-    describe_event,
-    format_times,
-    spell_lines,
-)
 from laminar.config import ConfigError
 from laminar.core.scheduling.admission import NotAdmittedReason
 from laminar.core.state.state import State
@@ -74,7 +68,7 @@ class IdleReport:
         if self.name not in self._idleness.known:
             known = ", ".join(sorted(self._idleness.known)) or "none"
             raise ConfigError(
-                f"the log has no replica {self.name} (known: {known}): {QUESTION_HINT}"
+                f"the log has no replica {self.name} (known: {known}): {wording.QUESTION_HINT}"
             )
         if still := self._idleness.open.get(self.name):
             self._times.append(still)
@@ -128,7 +122,7 @@ class IdleReport:
         if self.at and last:
             yield from one_look(last[-1], self._moments)
         if looks:
-            yield f"While it was busy, repack checked it {format_times(len(looks))}:"
+            yield f"While it was busy, repack checked it {wording.format_times(len(looks))}:"
             yield from look_lines(looks, self._moments)
 
     def _idle_lines(self, idle: IdlePeriod) -> Iterable[str]:
@@ -138,14 +132,14 @@ class IdleReport:
             f"{self.name} was idle from {at(idle.begin)} to {at(idle.end or last)}: "
             f"{self._length_ns(idle) / 1e9:.3f} s{longest}."
         )
-        yield f"It started with {abbreviate_event(idle.begun_by)}."
-        yield from spell_lines(idle.spells, idle.end or last, self._moments)
+        yield f"It started with {wording.abbreviate_event(idle.begun_by)}."
+        yield from wording.spell_lines(idle.spells, idle.end or last, self._moments)
         if idle.end is None or idle.ended_by is None:
             yield "It lasts to the end of the log."
             return
         work = self._work[idle.end.seq]
         more = f" and {work.size - 1} more" if work.size > 1 else ""
-        event = describe_event(idle.ended_by)
+        event = wording.describe_event(idle.ended_by)
         yield f"It ended with {event}: {work.first}{more} were dispatched to it."
 
     def _sum_lines(self) -> Iterable[str]:
@@ -158,7 +152,7 @@ class IdleReport:
         parts = sorted(whole.items(), key=lambda part: -part[1])
         listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts if ns)
         yield (
-            f"In total it was idle {format_times(len(self._times))}, for "
+            f"In total it was idle {wording.format_times(len(self._times))}, for "
             f"{sum(whole.values()) / 1e9:.3f} of {life_s:.3f} s{': ' if listed else ''}{listed}."
         )
 

@@ -21,13 +21,8 @@ from laminar.analysis.log.trajectory_history import (
     TrajectoryHistory,
 )
 from laminar.analysis.report.repack_book import was_given_away
+from laminar.analysis.why import repack_decisions
 from laminar.analysis.why.idle_spells import source_of
-from laminar.analysis.why.repack_decisions import (
-    EMPTIED,
-    NOT_STRAGGLING,
-    RepackDecisions,
-    look_lines,
-)
 from laminar.analysis.why.wording import QUESTION_HINT, describe_event, format_times
 from laminar.config import ConfigError
 from laminar.core.state import keys
@@ -65,7 +60,7 @@ class PlacementChanges:
         self._sources: dict[str, str] = {}  #: since it was lost, by the replica loading its version
         self._moves: list[_PlacementChange] = []
         self._again = ""  #: id under which an evaluation repeated it
-        self._looks = RepackDecisions()
+        self._looks = repack_decisions.RepackDecisions()
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self._moments.locate_event(stamped)
@@ -191,13 +186,14 @@ class PlacementChanges:
             look
             for found in self._looks.of.values()
             for look in found
-            if self.name in look.running and look.reason not in (EMPTIED, *NOT_STRAGGLING)
+            if self.name in look.running
+            and look.reason not in (repack_decisions.EMPTIED, *repack_decisions.NOT_STRAGGLING)
         ]
         if looks:
             yield (
                 f"Repack found its replica straggling but left it there {format_times(len(looks))}:"
             )
-            yield from look_lines(looks, self._moments)
+            yield from repack_decisions.look_lines(looks, self._moments)
 
     def _move_lines(self, move: _PlacementChange) -> Iterable[str]:
         at, before, after = self._moments.format_time, move.before, move.after

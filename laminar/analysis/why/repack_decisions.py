@@ -16,15 +16,7 @@ from typing import Literal, NamedTuple
 from laminar.analysis.log.trajectory_history import EventClock, Moment
 from laminar.analysis.why.wording import format_times
 from laminar.core.repack import packing as repack
-from laminar.core.repack.stragglers import (
-    MIGRATIONS_MAX,
-    find_not_emptied_reason,
-    find_not_migrated_reason,
-    find_not_straggler_reason,
-    find_stragglers,
-    released_max,
-    within_bound,
-)
+from laminar.core.repack import stragglers
 from laminar.core.scheduling.admission import first_share, groups_wanted
 from laminar.core.state import keys
 from laminar.core.state.members import Replica
@@ -56,7 +48,7 @@ REASONS: dict[Reason, str] = {
     StayReason.EVALUATION_SAMPLE: "it ran evaluation samples",
     StayReason.BATCH_WAITS: "a batch had waited for its trajectories",
     StayReason.CAUSED_LOSSES: "its trajectories had already lost a replica",
-    StayReason.MIGRATED_OFTEN: f"its trajectories had moved {MIGRATIONS_MAX} times",
+    StayReason.MIGRATED_OFTEN: f"its trajectories had moved {stragglers.MIGRATIONS_MAX} times",
     "bound": "the staleness bound had no room for new groups",
     "data": "the run needed no more groups",
     "others-first": "replicas that were empty or loading came first",
@@ -94,7 +86,7 @@ class RepackDecisions:
         if not names or not _is_decision_time(stamped, state):
             return
         released = {c.to for c in commands if isinstance(c, cmd.ReleaseTrajectories)}
-        found = find_stragglers(state)
+        found = stragglers.find_stragglers(state)
         for name in names & state.members.replicas.keys():
             replica = state.members.replicas[name]
             if not replica.running:
@@ -128,12 +120,12 @@ def _find_reason(
         return "given"
     if replica.loading or not state.members.is_actor_alive(replica.name):
         return "loading"
-    if reason := find_not_straggler_reason(state, replica) or find_not_emptied_reason(
+    if reason := stragglers.find_not_straggler_reason(
         state, replica
-    ):
+    ) or stragglers.find_not_emptied_reason(state, replica):
         return reason
     gain = state.settings.repack_policy == "gain"
-    if gain and not released_max(state):
+    if gain and not stragglers.released_max(state):
         return _no_new_groups(state)
     assert mine is not None, replica
     others = [standing for standing in found[replica.version] if standing is not mine]
@@ -145,7 +137,7 @@ def _no_new_groups(state: State) -> Outcome:
     needed = first_share(state)
     if groups_wanted(state) < needed:
         return "data"
-    return "bound" if within_bound(state) < needed else "others-first"
+    return "bound" if stragglers.within_bound(state) < needed else "others-first"
 
 
 def _describe_reason(
@@ -169,10 +161,12 @@ def _describe_reason(
     if reason == StayReason.NO_NEWER_WEIGHTS:
         return f"v{state.versions.newest} was the newest"
     if reason == "bound":
-        room, needed = within_bound(state), first_share(state)
+        room, needed = stragglers.within_bound(state), first_share(state)
         return f"room for {max(room, 0)} with the newest weights, a replica's share is {needed}"
     found = (state.work.trajectories[t] for t in replica.running)
-    return next((t.id for t in found if find_not_migrated_reason(state, t) == reason), "")
+    return next(
+        (t.id for t in found if stragglers.find_not_migrated_reason(state, t) == reason), ""
+    )
 
 
 def one_look(look: RepackDecision, moments: EventClock) -> Iterable[str]:

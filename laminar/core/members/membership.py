@@ -26,16 +26,8 @@ from laminar.core.failing import fail_run
 from laminar.core.members import lifecycle
 from laminar.core.registry import handles
 from laminar.core.scheduling import recovery
-from laminar.core.state import keys
+from laminar.core.state import indexes, keys
 from laminar.core.state.failures import FailureKind
-from laminar.core.state.indexes import (
-    add_actor,
-    add_replica,
-    clear_timer,
-    end_actor,
-    find_trainer,
-    indexes_of,
-)
 from laminar.core.state.members import ActorState, Replica
 from laminar.core.state.migrations import RepackState
 from laminar.core.state.state import State
@@ -68,7 +60,7 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         refused = cmd.RefuseActor(to=event.name, boot_id=event.boot_id, reason=refusal)
         return ctx.issue_command(refused)
     actor = _create_actor(state, event, known)
-    add_actor(state, actor)
+    indexes.add_actor(state, actor)
     ctx.end_command(keys.restart_key(event.name))
     if not ROLE_TABLE[actor.role].is_back_ready:
         ctx.clear_timer(keys.rejoin_timer(event.name))
@@ -107,7 +99,7 @@ def on_replica_ready(ctx: Context, event: ev.ReplicaReady) -> None:
         replica.repack = RepackState(
             max_batch=event.max_batch, kv_capacity=event.kv_capacity_tokens
         )
-    add_replica(state, replica)
+    indexes.add_replica(state, replica)
     if (
         replica.relay not in state.members.relays
         and keys.rejoin_timer(replica.relay) not in state.orders.timers
@@ -157,7 +149,7 @@ def _find_refusal_reason(ctx: Context, event: ev.ActorJoined) -> str | None:
         return "the run is ending"
     if not _is_of_its_node(ctx.state, event):
         return OTHER_NODE.format(event.node)
-    first = find_trainer(ctx.state) if event.role == Role.TRAINER else None
+    first = indexes.find_trainer(ctx.state) if event.role == Role.TRAINER else None
     if first is None or not step_replay.may_be_lost(ctx.state, first.name):
         return None
     same = (event.name, event.node) == (first.name, first.node)
@@ -193,7 +185,7 @@ def on_actor_left(ctx: Context, event: ev.ActorLeft) -> None:
     name = ctx.stamped.peer
     ctx.end_command(keys.stop_key(name))
     if ctx.state.run.phase in (Phase.STOPPING, Phase.ENDED):
-        end_actor(ctx.state, name)
+        indexes.end_actor(ctx.state, name)
     else:
         actor_lost(ctx, name, "left the run", blame=False)
 
@@ -238,7 +230,7 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
         # Either an old process, or one that was restarted and never joined. In the second case, an
         # exit without another start leaves no process to wait for.
         last = not event.restarting and not actor.alive
-        if not (last and clear_timer(state, keys.rejoin_timer(event.actor))):
+        if not (last and indexes.clear_timer(state, keys.rejoin_timer(event.actor))):
             return ctx.ignore("old-process")
         _give_up_process(ctx, event.actor, f"{event.actor} was restarted and never joined: {why}")
         return
@@ -259,7 +251,7 @@ def on_process_exited(ctx: Context, event: ev.ProcessExited) -> None:
     if event.restarting:
         ctx.set_timer(keys.rejoin_timer(event.actor), state.settings.start_timeout_ms)
     else:
-        news = clear_timer(state, keys.rejoin_timer(event.actor)) or news
+        news = indexes.clear_timer(state, keys.rejoin_timer(event.actor)) or news
         if not _give_up_process(ctx, event.actor, f"{event.actor}: {why}") and not news:
             ctx.ignore("repeat")
 
@@ -346,7 +338,7 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
     With `blame`, its work may have ended it."""
     state = ctx.state
     actor = state.members.actors[name]
-    end_actor(state, name)
+    indexes.end_actor(state, name)
     actor.ready = False
     if state.run.stopped:  # its work is lost when the run is resumed
         return
@@ -354,7 +346,7 @@ def actor_lost(ctx: Context, name: str, reason: str, *, blame: bool = True) -> N
         _LOST[actor.role](ctx, name, reason, blame)
     if actor.role != Role.NODE and broadcast.is_needed(state, actor.role):
         ctx.set_timer(keys.rejoin_timer(name), state.settings.start_timeout_ms)
-    for key in list(indexes_of(state).commands.get(name, ())):
+    for key in list(indexes.indexes_of(state).commands.get(name, ())):
         if not store_orders.can_survive_restart(state, state.orders.commands[key].command):
             ctx.end_command(key)
     if actor.role == Role.NODE and state.run.phase not in (Phase.STOPPING, Phase.ENDED):

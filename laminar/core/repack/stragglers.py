@@ -12,12 +12,7 @@ the state each time; nothing is latched.
 
 from __future__ import annotations
 
-from laminar.core.scheduling.admission import (
-    count_free_slots,
-    find_not_admitted_reason,
-    first_share,
-    groups_wanted,
-)
+from laminar.core.scheduling import admission
 from laminar.core.state.indexes import indexes_of, is_streaming
 from laminar.core.state.members import Replica
 from laminar.core.state.migrations import NotStragglerReason, StayReason, StragglerLoad
@@ -40,7 +35,7 @@ def find_stragglers(state: State) -> dict[int, list[StragglerLoad]]:
     refusing = [
         k
         for k in kinds
-        if find_not_admitted_reason(state, index.replicas[next(index.iter_numbers([k]))])
+        if admission.find_not_admitted_reason(state, index.replicas[next(index.iter_numbers([k]))])
     ]
     staying: dict[tuple[int, str], bool] = {}  #: by version and relay
     found: dict[int, list[StragglerLoad]] = {}
@@ -64,7 +59,7 @@ def find_stragglers(state: State) -> dict[int, list[StragglerLoad]]:
 def find_not_straggler_reason(state: State, replica: Replica) -> NotStragglerReason | None:
     """Return why a serving replica does not count as having only stragglers; None: it does."""
     return find_engine_reason(state, replica) or (
-        None if find_not_admitted_reason(state, replica) else NotStragglerReason.ADMITS
+        None if admission.find_not_admitted_reason(state, replica) else NotStragglerReason.ADMITS
     )
 
 
@@ -122,7 +117,7 @@ def standing_of(state: State, replica: Replica) -> tuple[StragglerLoad, bool]:
         need=held + growth // 8,
         longest=longest,
         running=len(there),
-        room=count_free_slots(replica),
+        room=admission.count_free_slots(replica),
         kv_capacity=packing.kv_capacity,
         max_batch=packing.max_batch,
         movable=movable,
@@ -183,11 +178,11 @@ def released_max(state: State) -> int:
     """Return how many replicas could get their share of new groups on the newest version now.
 
     Replicas that are empty or load get theirs first."""
-    admitted = min(groups_wanted(state), within_bound(state))
+    admitted = min(admission.groups_wanted(state), within_bound(state))
     index = indexes_of(state).replicas
     busy = dict.fromkeys(index.iter_empty(list(index.kinds)))
     busy |= dict.fromkeys(index.iter_numbers(index.filter_kinds(lambda kind: kind.loading)))
-    return max(admitted // first_share(state) - len(busy), 0)
+    return max(admitted // admission.first_share(state) - len(busy), 0)
 
 
 def within_bound(state: State) -> int:

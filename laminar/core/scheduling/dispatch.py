@@ -13,16 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from laminar.core.context import Context
-from laminar.core.state import forks, keys
-from laminar.core.state.indexes import (
-    add_lost,
-    assign_replica,
-    get_pull_order,
-    invalidate_straggler,
-    load_changed,
-    remove_lost,
-    update_replica,
-)
+from laminar.core.state import forks, indexes, keys
 from laminar.core.state.lost_work import goes_anywhere
 from laminar.core.state.members import Replica
 from laminar.core.state.migrations import MigrationProgress
@@ -100,7 +91,7 @@ def create_group(
             id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
         )
         _place_trajectory(ctx, state.work.trajectories[trajectory_id], replica, begins=True)
-    update_replica(state, replica)
+    indexes.update_replica(state, replica)
 
 
 def _place_trajectory(
@@ -111,7 +102,7 @@ def _place_trajectory(
     With `begins`, it has no tokens of older weights."""
     state = ctx.state
     group = state.work.groups[trajectory.group]
-    assign_replica(state, trajectory, replica.name)
+    indexes.assign_replica(state, trajectory, replica.name)
     if begins:
         trajectory.step = replica.step
     trajectory.version = replica.version
@@ -143,7 +134,7 @@ def _place_trajectory(
 def place_lost(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     """Place lost work again; it continues from the store's tokens, or starts over."""
     state = ctx.state
-    remove_lost(state, trajectory)
+    indexes.remove_lost(state, trajectory)
     ctx.clear_timer(keys.resume_timer(trajectory.id))
     moved = transition(trajectory, "dispatch")
     assert moved, trajectory
@@ -156,7 +147,7 @@ def place_lost(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
         group = state.work.groups[trajectory.group]
         group.mixed = group.mixed or trajectory.version != replica.version
     _place_trajectory(ctx, trajectory, replica, begins=begins)
-    load_changed(state, replica)
+    indexes.load_changed(state, replica)
 
 
 def can_resume_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
@@ -185,7 +176,7 @@ def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -
     state.repack.progress[trajectory.id].destination = ""
     trajectory.placement += 1
     _place_trajectory(ctx, trajectory, destination)
-    load_changed(state, destination)
+    indexes.load_changed(state, destination)
 
 
 def end_move(ctx: Context, trajectory: Trajectory) -> None:
@@ -195,17 +186,17 @@ def end_move(ctx: Context, trajectory: Trajectory) -> None:
         return
     name, destination = progress.source, state.members.replicas.get(progress.destination)
     progress.source = progress.destination = ""
-    invalidate_straggler(state, trajectory)
+    indexes.invalidate_straggler(state, trajectory)
     if destination is not None and trajectory.id in destination.incoming:
         del destination.incoming[trajectory.id]
-        load_changed(state, destination)
+        indexes.load_changed(state, destination)
         ctx.touch_replica(destination.name)
     source = state.members.replicas.get(name)
     if source is not None and trajectory.id in source.outgoing:
         del source.outgoing[trajectory.id]
         if not source.outgoing:
             ctx.end_command(keys.release_key(name))
-            update_replica(state, source)
+            indexes.update_replica(state, source)
             ctx.touch_replica(name)
 
 
@@ -220,7 +211,7 @@ def _take_out(ctx: Context, trajectory: Trajectory) -> None:
     replica = ctx.state.members.replicas.get(trajectory.replica)
     if replica is not None and replica.running.get(trajectory.id) == trajectory.placement:
         del replica.running[trajectory.id]
-        load_changed(ctx.state, replica)
+        indexes.load_changed(ctx.state, replica)
         ctx.touch_replica(replica.name)
 
 
@@ -235,7 +226,7 @@ def lose_trajectory(ctx: Context, trajectory_id: TrajectoryId) -> None:
     if state.members.is_actor_alive(trajectory.replica):
         placed = cmd.PlacedTrajectory(trajectory_id=trajectory_id, placement=trajectory.placement)
         ctx.issue_command(cmd.AbortTrajectories(to=trajectory.replica, items=(placed,)))
-    add_lost(state, trajectory)
+    indexes.add_lost(state, trajectory)
     if not goes_anywhere(state, trajectory):
         ctx.set_timer(keys.resume_timer(trajectory_id), state.settings.resume_timeout_ms)
     ctx.touch_all()
@@ -248,7 +239,7 @@ def newest_tokens(state: State, trajectory: Trajectory) -> int:
     replica = state.members.replicas.get(trajectory.replica)
     if replica is None or trajectory.id not in replica.running:
         return trajectory.version
-    ordered = get_pull_order(state, trajectory.replica)
+    ordered = indexes.get_pull_order(state, trajectory.replica)
     if ordered is not None and ordered.purpose == PullPurpose.IN_FLIGHT:
         return ordered.version
     return trajectory.version
@@ -259,7 +250,7 @@ def await_turn(ctx: Context, trajectory: Trajectory) -> None:
     state = ctx.state
     moved = transition(trajectory, "continues")
     assert moved, trajectory
-    add_lost(state, trajectory)
+    indexes.add_lost(state, trajectory)
     if not goes_anywhere(state, trajectory):
         ctx.set_timer(keys.resume_timer(trajectory.id), state.settings.resume_timeout_ms)
     ctx.touch_all()

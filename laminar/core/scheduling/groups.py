@@ -15,16 +15,7 @@ from laminar.core import store_orders
 from laminar.core.context import Context
 from laminar.core.registry import handles
 from laminar.core.scheduling.dispatch import leave_engine
-from laminar.core.state import keys
-from laminar.core.state.indexes import (
-    add_ready,
-    assign_replica,
-    close_trajectory,
-    invalidate_lengths,
-    live_actor,
-    remove_lost,
-    remove_ready,
-)
+from laminar.core.state import indexes, keys
 from laminar.core.state.keys import CommandKey
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import State
@@ -54,7 +45,7 @@ def score_siblings(ctx: Context, trajectories: list[Trajectory], replica: str) -
         cmd.PlacedTrajectory(trajectory_id=t.id, placement=t.placement) for t in trajectories
     )
     for trajectory in trajectories:
-        assign_replica(ctx.state, trajectory, replica)
+        indexes.assign_replica(ctx.state, trajectory, replica)
         if ctx.state.settings.has_environment:
             ctx.state.work.sessions[trajectory.id] = replica
         ctx.state.work.unscored.pop(trajectory.id, None)
@@ -119,7 +110,7 @@ def finish_sibling(ctx: Context, group: Group) -> None:
     else:
         state.signals.flat_groups_in_row = state.signals.flat_correct_in_row = 0
         move_group(group, "complete")
-        add_ready(state, group)
+        indexes.add_ready(state, group)
 
 
 def is_flat(state: State, scored: list[TrajectoryId]) -> bool:
@@ -172,7 +163,7 @@ def drop_group(ctx: Context, group: Group, reason: DropReason) -> None:
 def end_group(ctx: Context, group: Group, end: EndKind, reason: DropReason, step: int) -> None:
     """Decide the end of a group and of its siblings that have not ended by themselves."""
     state = ctx.state
-    remove_ready(state, group)
+    indexes.remove_ready(state, group)
     move_group(group, "end")
     group.end, group.end_reason = end, reason
     open_members = [t for t in list_members(state, group.id) if t.status != TrajectoryStatus.ENDING]
@@ -233,7 +224,7 @@ def _withdraw_trajectory(ctx: Context, trajectory: Trajectory) -> None:
     leave_engine(ctx, trajectory)
     if state.settings.reward_scope != "group":
         ctx.end_command(keys.score_key(trajectory.id))
-    remove_lost(state, trajectory)
+    indexes.remove_lost(state, trajectory)
     state.work.unscored.pop(trajectory.id, None)
     ctx.clear_timer(keys.resume_timer(trajectory.id))
     release_weights(ctx, trajectory)
@@ -249,7 +240,7 @@ def send_endings(ctx: Context) -> None:
     """Send all ends of this event to the store together: one commit."""
     if not ctx.endings:
         return
-    store = live_actor(ctx.state, Role.STORE)
+    store = indexes.live_actor(ctx.state, Role.STORE)
     timeout_ms = END_TIMEOUT_MS + ctx.state.settings.disk_full_timeout_ms
     if store_orders.is_store_awaited(ctx.state):  # the timeout starts when the store is ready
         timeout_ms = 0
@@ -284,7 +275,7 @@ def _close_trajectory(
 ) -> None:
     """Remove a trajectory whose end is on disk and update the ledger."""
     state = ctx.state
-    trajectory = close_trajectory(state, ending.trajectory_id)
+    trajectory = indexes.close_trajectory(state, ending.trajectory_id)
     ledger = state.work.ledger
     ledger.trajectories.record_end(ending.end, ending.reason)
     ledger.tokens.issued += num_tokens - trajectory.num_tokens + tokens_lost
@@ -293,7 +284,7 @@ def _close_trajectory(
         ledger.tokens.record_end(EndKind.DROPPED, DropReason.RESTARTED, tokens_lost)
     group = state.work.groups[trajectory.group]
     if group.status != GroupStatus.ENDING:
-        invalidate_lengths(state, group)
+        indexes.invalidate_lengths(state, group)
     elif not list_members(state, group.id):
         ledger.groups.record_end(group.end, group.end_reason)
         del state.work.groups[group.id]

@@ -86,7 +86,7 @@ class Versions(msgspec.Struct, kw_only=True, omit_defaults=True):
                 return self.first_steps[first] + number - first
         return number
 
-    def allocate(self, step: int) -> int:
+    def allocate_number(self, step: int) -> int:
         """Allocate the next number, for weights of this step."""
         number = self.next
         self.next += 1
@@ -100,7 +100,7 @@ class Versions(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.newest = number
         self._forget_unneeded()
 
-    def owe(self, number: int, step: int) -> None:
+    def owe_version(self, number: int, step: int) -> None:
         """Record a version that has to be published again."""
         self._require(number, step)
         self.owed = number

@@ -198,7 +198,7 @@ def _train_groups(ctx: Context, groups: list[Group]) -> None:
         move_group(group, "choose")
         remove_ready(state, group)
         remove_unchosen(state, group)
-    version = state.versions.allocate(step + 1)
+    version = state.versions.allocate_number(step + 1)
     state.steps.batch = Batch(step_index=step, version=version, groups=[g.id for g in shuffled])
     state.steps.chosen += 1
     state.steps.proposal, state.steps.proposal_failed = None, False

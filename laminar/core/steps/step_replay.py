@@ -217,11 +217,11 @@ def _resume_training(ctx: Context) -> None:
     state = ctx.state
     state.steps.repeated = -1
     if state.steps.batch is not None:
-        state.steps.batch.version = state.versions.allocate(state.steps.batch.step_index + 1)
+        state.steps.batch.version = state.versions.allocate_number(state.steps.batch.step_index + 1)
         batching.order_batch(ctx, state.steps.batch)
     elif state.versions.export < 0 and publishing.has_other_bytes(state):
-        made = state.versions.allocate(state.steps.completed)
-        state.versions.owe(made, state.steps.completed)
+        made = state.versions.allocate_number(state.steps.completed)
+        state.versions.owe_version(made, state.steps.completed)
     else:
         state.versions.owed = -1
         publishing.owe_republish(ctx)

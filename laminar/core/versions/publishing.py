@@ -67,8 +67,8 @@ def owe_republish(ctx: Context) -> None:
         and has_other_bytes(state)
     ):
         repeat_export(ctx)
-        made = state.versions.allocate(state.steps.completed)
-    state.versions.owe(made, state.steps.completed)
+        made = state.versions.allocate_number(state.steps.completed)
+    state.versions.owe_version(made, state.steps.completed)
     ctx.end_command(keys.PUBLISH)
     ctx.clear_timer(keys.WEIGHTS)
 
@@ -111,7 +111,7 @@ def on_publish_skipped(ctx: Context, event: ev.PublishSkipped) -> None:
     state = ctx.state
     if event.version <= state.versions.newest or event.version <= state.versions.owed:
         return ctx.ignore("repeat")
-    state.versions.owe(event.version, event.step)
+    state.versions.owe_version(event.version, event.step)
     ctx.clear_timer(keys.WEIGHTS)
 
 

@@ -13,21 +13,12 @@ import asyncio
 from array import array
 from collections.abc import Callable
 
+from laminar.engines import protocol
 from laminar.engines.emulated.batch_clock import BatchClock, ClockSequence, Timer
 from laminar.engines.emulated.fake_tokens import make_logprobs, make_tokens
 from laminar.engines.emulated.timing import EngineTiming
-from laminar.engines.protocol import (
-    LENGTH,
-    STOP,
-    EngineError,
-    EngineStats,
-    EngineStep,
-    GenerateRequest,
-    KvOnUpdate,
-    TokenDelta,
-)
 
-OnDeltas = Callable[[list[TokenDelta]], None]
+OnDeltas = Callable[[list[protocol.TokenDelta]], None]
 
 
 class EmulatedResponse(ClockSequence):
@@ -35,7 +26,7 @@ class EmulatedResponse(ClockSequence):
 
     __slots__ = ("limit", "seed", "sent", "spoiled")
 
-    def __init__(self, request: GenerateRequest, total: int, hangs: bool = False) -> None:
+    def __init__(self, request: protocol.GenerateRequest, total: int, hangs: bool = False) -> None:
         done, prompt = len(request.done_ids), len(request.prompt_ids)
         self.limit = request.max_new_tokens
         super().__init__(request.request_id, done, min(total, self.limit), hangs, prompt)
@@ -73,14 +64,14 @@ class ClockEngine:
             done.set_exception(error)
         return done
 
-    def _begin_load(self, on_update: KvOnUpdate | None) -> EngineError | None:
+    def _begin_load(self, on_update: protocol.KvOnUpdate | None) -> protocol.EngineError | None:
         """Stop sampling until `_end_load`; return an EngineError if no load may begin."""
         self._deliver_tokens()
         if finished := self.clock.take_finished():
             self._on_deltas(self._build_final_deltas(finished))
         self._loads += 1
         if on_update is None and self.clock.sequences:
-            return EngineError("weights cannot be loaded while a sequence runs")
+            return protocol.EngineError("weights cannot be loaded while a sequence runs")
         self.clock.pause_sampling()
         return None
 
@@ -89,7 +80,7 @@ class ClockEngine:
         for request_id in list(self.clock.sequences):
             self.clock.abort_sequence(request_id)
 
-    def _end_load(self, on_update: KvOnUpdate | None) -> None:
+    def _end_load(self, on_update: protocol.KvOnUpdate | None) -> None:
         self.clock.resume_sampling(prefills=on_update == "recompute")
 
     def expect_weights(self) -> asyncio.Future[None]:
@@ -107,15 +98,15 @@ class ClockEngine:
         self.clock.abort_sequence(request_id)
         return found
 
-    def get_stats(self) -> EngineStats:
+    def get_stats(self) -> protocol.EngineStats:
         """Deliver the tokens sampled so far, and return the state."""
         self._deliver_tokens()
         clock = self.clock
-        return EngineStats(
+        return protocol.EngineStats(
             clock.cached, self._capacity, clock.running, clock.waiting, clock.preempted
         )
 
-    def drain_steps(self) -> list[EngineStep]:
+    def drain_steps(self) -> list[protocol.EngineStep]:
         return []
 
     async def close(self) -> None:
@@ -140,17 +131,19 @@ class ClockEngine:
     def _on_finished(self, finished: list[ClockSequence]) -> None:
         self._on_ends(self._build_final_deltas(finished))
 
-    def _build_final_deltas(self, finished: list[ClockSequence]) -> list[TokenDelta]:
+    def _build_final_deltas(self, finished: list[ClockSequence]) -> list[protocol.TokenDelta]:
         deltas = []
         for response in finished:
             assert isinstance(response, EmulatedResponse)
-            reason = LENGTH if response.total >= response.limit else STOP
+            reason = protocol.LENGTH if response.total >= response.limit else protocol.STOP
             deltas.append(self._build_delta(response, response.total, reason))
         return deltas
 
-    def _build_delta(self, response: EmulatedResponse, end: int, reason: str | None) -> TokenDelta:
+    def _build_delta(
+        self, response: EmulatedResponse, end: int, reason: str | None
+    ) -> protocol.TokenDelta:
         start, response.sent = response.sent, end
         tokens, logprobs = array("i"), array("f")
-        tokens.frombytes(make_tokens(response.seed, start, end, ends=reason == STOP))
+        tokens.frombytes(make_tokens(response.seed, start, end, ends=reason == protocol.STOP))
         logprobs.frombytes(make_logprobs(response.seed, start, end, spoiled=response.spoiled))
-        return TokenDelta(response.id, tokens, logprobs, reason, self._loads)
+        return protocol.TokenDelta(response.id, tokens, logprobs, reason, self._loads)

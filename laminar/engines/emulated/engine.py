@@ -18,17 +18,10 @@ from typing import Any
 import xxhash
 
 from laminar.config import Config
+from laminar.engines import protocol
 from laminar.engines.emulated.clock_engine import ClockEngine, EmulatedResponse, OnDeltas
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
 from laminar.engines.mapped_file import FileBytes, MappedFile
-from laminar.engines.protocol import (
-    EngineError,
-    EngineStep,
-    GenerateRequest,
-    KvOnUpdate,
-    TokenDelta,
-    WeightSource,
-)
 from laminar.names.ids import hash64
 
 NUM_FAKE_LOGPROBS = 4096  #: number of distinct made-up log-probs
@@ -56,7 +49,7 @@ class EmulatedEngine(ClockEngine):
         emulation, limit = config.emulation, config.data.max_response_length
         self._lengths = ResponseLengths(median=emulation.median_response, limit=limit)
         self._file, self._fingerprint = MappedFile(), ""
-        self._steps: list[EngineStep] = []
+        self._steps: list[protocol.EngineStep] = []
         self._tokens, self._from_ns = 0, time.monotonic_ns()
         self._replica_on_deltas = on_deltas
         self._timing = EngineTiming(
@@ -75,9 +68,9 @@ class EmulatedEngine(ClockEngine):
             on_ends=self._deliver_deltas,
         )
 
-    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
+    def add(self, request: protocol.GenerateRequest) -> asyncio.Future[None]:
         if not self._fingerprint and not self.clock.held:
-            return self._make_done_future(EngineError("the engine has no weights"))
+            return self._make_done_future(protocol.EngineError("the engine has no weights"))
         if not self.clock.sequences:
             self._from_ns = time.monotonic_ns()
         total = max(self._lengths.draw_length(request.seed), len(request.done_ids) + 1)
@@ -85,17 +78,19 @@ class EmulatedEngine(ClockEngine):
         return self._make_done_future()
 
     def load(
-        self, source: WeightSource, on_update: KvOnUpdate | None = None
+        self, source: protocol.WeightSource, on_update: protocol.KvOnUpdate | None = None
     ) -> asyncio.Future[None]:
         refused, self._fingerprint = self._begin_load(on_update), ""
         if refused is not None:
             return self._make_done_future(refused)
         return asyncio.ensure_future(self._load(source, on_update))
 
-    async def _load(self, source: WeightSource, on_update: KvOnUpdate | None) -> None:
+    async def _load(
+        self, source: protocol.WeightSource, on_update: protocol.KvOnUpdate | None
+    ) -> None:
         try:
             self._fingerprint = await asyncio.to_thread(self._read, source)
-        except EngineError:
+        except protocol.EngineError:
             self._abort_all()
             raise
         finally:
@@ -105,14 +100,14 @@ class EmulatedEngine(ClockEngine):
         self._fingerprint = ""
         return super().expect_weights()
 
-    def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
+    def load_partial(self, source: protocol.WeightSource, num_bytes: int) -> asyncio.Future[None]:
         whole = num_bytes == source.nbytes
         return asyncio.ensure_future(self._copy(source)) if whole else self._make_done_future()
 
-    async def _copy(self, source: WeightSource) -> None:
+    async def _copy(self, source: protocol.WeightSource) -> None:
         self._fingerprint = await asyncio.to_thread(self._read, source)
 
-    def _read(self, source: WeightSource) -> str:
+    def _read(self, source: protocol.WeightSource) -> str:
         return fingerprint_weights(
             self._file.map_source(source)[source.offset : source.offset + source.nbytes]
         )
@@ -124,13 +119,13 @@ class EmulatedEngine(ClockEngine):
         scores.set_result(make_fake_logprobs(self._fingerprint, sequences))
         return scores
 
-    def drain_steps(self) -> list[EngineStep]:
+    def drain_steps(self) -> list[protocol.EngineStep]:
         """Return step records: between two reports one step as it was, and the rest as one."""
         self._record_steps()
         steps, self._steps = self._steps, []
         return steps
 
-    def _deliver_deltas(self, deltas: list[TokenDelta]) -> None:
+    def _deliver_deltas(self, deltas: list[protocol.TokenDelta]) -> None:
         self._tokens += sum(len(delta.token_ids) for delta in deltas)
         if not self.clock.sequences:  # the engine is idle from here on
             self._record_steps()
@@ -142,10 +137,10 @@ class EmulatedEngine(ClockEngine):
         if running and tokens > running:
             step_ns = self._timing.step_ns(running, self.clock.cached)
             end = min(begun + int(step_ns), now)
-            self._steps.append(EngineStep(begun, end, running, running))
+            self._steps.append(protocol.EngineStep(begun, end, running, running))
             begun, tokens = end, tokens - running
         if tokens:
-            self._steps.append(EngineStep(begun, now, 0, tokens))
+            self._steps.append(protocol.EngineStep(begun, now, 0, tokens))
 
 
 def fingerprint_weights(weights: FileBytes) -> str:

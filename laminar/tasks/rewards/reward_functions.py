@@ -22,16 +22,8 @@ import msgspec
 
 from laminar.config import Config, ConfigError, WeightedFunctionConfig
 from laminar.tasks.data.prompts import ANSWER_KEYS, PromptRow, columns_of, from_plain
+from laminar.tasks.rewards import results
 from laminar.tasks.rewards.builtin_scorers import dataset_scorer, exact_scorer, math_scorer
-from laminar.tasks.rewards.results import (
-    FunctionSpec,
-    RewardCall,
-    RewardResult,
-    RewardSpec,
-    Scorer,
-    call_guarded,
-    combine_results,
-)
 from laminar.tasks.rewards.user_function import (
     check_arguments,
     custom_spec,
@@ -42,13 +34,13 @@ from laminar.tasks.rewards.user_function import (
 BUILT_IN = {"dataset": dataset_scorer, "math": math_scorer, "exact": exact_scorer}
 
 
-def reward_spec(config: Config) -> RewardSpec:
+def reward_spec(config: Config) -> results.RewardSpec:
     """Resolve the reward section and import the user's files; raise ConfigError."""
     listed = config.reward.functions or [_the_only(config)]
     functions = _label_functions([_resolve_function(config, entry) for entry in listed])
     one_by_one = config.env.path and config.reward.scope == "auto"  # as siblings end their turns
     scope = "trajectory" if one_by_one else _choose_scope(config.reward.scope, functions)
-    spec = RewardSpec(scope=scope, functions=functions)
+    spec = results.RewardSpec(scope=scope, functions=functions)
     if spec.takes_environments and not config.env.path:
         raise ConfigError(
             f"{', '.join(map(describe_function, functions))} takes environments, but env.path is "
@@ -72,7 +64,7 @@ def _the_only(config: Config) -> WeightedFunctionConfig:
     return WeightedFunctionConfig(name=kind)
 
 
-def _resolve_function(config: Config, entry: WeightedFunctionConfig) -> FunctionSpec:
+def _resolve_function(config: Config, entry: WeightedFunctionConfig) -> results.FunctionSpec:
     """Resolve a function; without a path it names a built-in scorer."""
     if entry.path:
         return msgspec.structs.replace(custom_spec(entry.path, entry.name), weight=entry.weight)
@@ -82,10 +74,10 @@ def _resolve_function(config: Config, entry: WeightedFunctionConfig) -> Function
             f"path of a Python file, or one of the names {', '.join(BUILT_IN)}"
         )
     if entry.name != "dataset":
-        return FunctionSpec(kind=entry.name, name=entry.name, weight=entry.weight)
+        return results.FunctionSpec(kind=entry.name, name=entry.name, weight=entry.weight)
     if not config.data.dataset:
         raise ConfigError("reward.kind = 'dataset' needs data.dataset; set it, or kind = 'math'")
-    return FunctionSpec(
+    return results.FunctionSpec(
         kind=entry.name,
         name=entry.name,
         dataset=config.data.dataset,
@@ -94,7 +86,7 @@ def _resolve_function(config: Config, entry: WeightedFunctionConfig) -> Function
     )
 
 
-def _label_functions(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
+def _label_functions(functions: Sequence[results.FunctionSpec]) -> list[results.FunctionSpec]:
     """Label each function with its name, preceded by its file's if two have the same name."""
     names = Counter(function.name for function in functions)
     found = [
@@ -112,7 +104,7 @@ def _label_functions(functions: Sequence[FunctionSpec]) -> list[FunctionSpec]:
     return found
 
 
-def _choose_scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
+def _choose_scope(asked: str, functions: Sequence[results.FunctionSpec]) -> str:
     """Choose the scope of a call: if any function scores whole groups, all get groups."""
     takes_groups = any(function.style == "group" for function in functions)
     if asked == "group" and not takes_groups:
@@ -124,7 +116,7 @@ def _choose_scope(asked: str, functions: Sequence[FunctionSpec]) -> str:
     return asked if asked != "auto" else "group" if takes_groups else "trajectory"
 
 
-def describe_function(function: FunctionSpec) -> str:
+def describe_function(function: results.FunctionSpec) -> str:
     """Describe the function for a user."""
     if function.kind == "custom":
         return f"{function.name} of {function.path}"
@@ -133,7 +125,7 @@ def describe_function(function: FunctionSpec) -> str:
     return f"the {function.kind} scorer"
 
 
-def check_rows(spec: RewardSpec, rows: Iterable[PromptRow]) -> None:
+def check_rows(spec: results.RewardSpec, rows: Iterable[PromptRow]) -> None:
     """Raise ConfigError for a row that one of the functions could never score."""
     loaded = [
         load_quietly(f.path, f.name)[1] if f.kind == "custom" else None for f in spec.functions
@@ -146,7 +138,7 @@ def check_rows(spec: RewardSpec, rows: Iterable[PromptRow]) -> None:
                 _check_row(function, row)
 
 
-def _check_row(function: FunctionSpec, row: PromptRow) -> None:
+def _check_row(function: results.FunctionSpec, row: PromptRow) -> None:
     if function.kind == "dataset" and not {"answer", "metadata"} <= row.columns.keys():
         raise ConfigError(
             f"row {row.index} of {row.data_source} is not an item of the dataset "
@@ -171,7 +163,7 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def open_scorer(spec: RewardSpec, environments: list[Any] | None = None) -> Scorer:
+def open_scorer(spec: results.RewardSpec, environments: list[Any] | None = None) -> results.Scorer:
     """Import what the functions need and return their scorer; raises ConfigError.
 
     The scorer runs in the main thread of its process: math-verify ends a long parse by SIGALRM.
@@ -179,19 +171,20 @@ def open_scorer(spec: RewardSpec, environments: list[Any] | None = None) -> Scor
     environments = [] if environments is None else environments
     scorers = [_open_single_scorer(function, environments) for function in spec.functions]
 
-    def score(call: RewardCall) -> list[RewardResult]:
-        call = RewardCall(_restore_row(call.row), call.completions, call.step)
-        return combine_results(spec.functions, [scorer(call) for scorer in scorers])
+    def score(call: results.RewardCall) -> list[results.RewardResult]:
+        call = results.RewardCall(_restore_row(call.row), call.completions, call.step)
+        return results.combine_results(spec.functions, [scorer(call) for scorer in scorers])
 
     return score
 
 
-def _open_single_scorer(function: FunctionSpec, environments: list[Any]) -> Scorer:
+def _open_single_scorer(function: results.FunctionSpec, environments: list[Any]) -> results.Scorer:
     if function.kind == "custom":
         return open_function(function, environments)
     score_text = BUILT_IN[function.kind](function)
     return lambda call: [
-        call_guarded(partial(score_text, call.row, text), "") for text, _ in call.completions
+        results.call_guarded(partial(score_text, call.row, text), "")
+        for text, _ in call.completions
     ]
 
 

@@ -14,17 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from laminar.weights.chain import wire
 from laminar.weights.chain.transport import Link
-from laminar.weights.chain.wire import (
-    BadBytes,
-    Decline,
-    FrameHeader,
-    FrameKind,
-    Offer,
-    Resend,
-    VersionDone,
-    Want,
-)
 from laminar.weights.version.copy import VersionCopy, unpack_have
 from laminar.weights.version.table import VersionTable
 
@@ -53,12 +44,14 @@ class FetchHandler:
             table.unpin(version)
             copy = None
         if copy is None:
-            link.send(Decline(version=version, reason=f"version {version} is not held here"))
+            link.send(wire.Decline(version=version, reason=f"version {version} is not held here"))
             return
         self._copy = copy
         checksums = np.array(copy.get_checksums(), "<u8").tobytes()
         link.send(
-            Offer(number=1, draft=copy.draft, checksums=checksums, digest=copy.digest, base=None)
+            wire.Offer(
+                number=1, draft=copy.draft, checksums=checksums, digest=copy.digest, base=None
+            )
         )
 
     @property
@@ -73,19 +66,19 @@ class FetchHandler:
 
     def handle_message(self, message: object) -> None:
         copy = self._copy
-        if isinstance(message, VersionDone):
+        if isinstance(message, wire.VersionDone):
             return self.end_fetch()
-        if copy is None or not isinstance(message, Want | Resend):
-            raise BadBytes("no-fetch", type(message).__name__)
-        if isinstance(message, Want):
+        if copy is None or not isinstance(message, wire.Want | wire.Resend):
+            raise wire.BadBytes("no-fetch", type(message).__name__)
+        if isinstance(message, wire.Want):
             have = unpack_have(message.have, copy.num_chunks)
             if have is None:
-                raise BadBytes("bad-have", f"{len(message.have)} bytes for {copy.num_chunks}")
+                raise wire.BadBytes("bad-have", f"{len(message.have)} bytes for {copy.num_chunks}")
             self._todo.extend(index for index, there in enumerate(have) if not there)
         elif message.position < copy.num_chunks:
             self._todo.appendleft(message.position)
         else:
-            raise BadBytes("bad-again", f"chunk {message.position}")
+            raise wire.BadBytes("bad-again", f"chunk {message.position}")
 
     def push_next(self) -> None:
         """Push the next chunk to an idle link, if there is one and the chain permits it."""
@@ -94,8 +87,8 @@ class FetchHandler:
             return
         position, self._sent_at = self._todo.popleft(), self._clock()
         body = copy.get_chunk(position)
-        header = FrameHeader(
-            FrameKind.CHUNK, body.nbytes, position, copy.version, copy.get_checksum(position)
+        header = wire.FrameHeader(
+            wire.FrameKind.CHUNK, body.nbytes, position, copy.version, copy.get_checksum(position)
         )
         self._link.push(header, body)
 
@@ -106,8 +99,8 @@ class FetchHandler:
             self._copy = None
         self._todo.clear()
 
-    def get_buffer(self, header: FrameHeader) -> memoryview:
-        raise BadBytes("unasked-chunk", f"{header}")
+    def get_buffer(self, header: wire.FrameHeader) -> memoryview:
+        raise wire.BadBytes("unasked-chunk", f"{header}")
 
-    def handle_body(self, header: FrameHeader) -> None:
+    def handle_body(self, header: wire.FrameHeader) -> None:
         raise AssertionError(header)

@@ -18,24 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from laminar.weights.arena.region import Region
+from laminar.weights.chain import wire
 from laminar.weights.chain.reports import Report, Trouble
 from laminar.weights.chain.transport import Transport
-from laminar.weights.chain.wire import (
-    BadBytes,
-    Base,
-    ChainWelcome,
-    Decline,
-    FrameHeader,
-    FrameKind,
-    FromSuccessor,
-    Offer,
-    PeerRefused,
-    Resend,
-    Seal,
-    ShareStarted,
-    VersionDone,
-    Want,
-)
 from laminar.weights.delta.cache import Delta, DeltaCache, encode_delta
 from laminar.weights.delta.codec import Block
 from laminar.weights.version.copy import VersionCopy, unpack_have
@@ -102,7 +87,7 @@ class Sender:
     # --- connection ---------------------------------------------------------------------------
 
     def attach_link(
-        self, link: Transport, peer: str, welcome: ChainWelcome, fail: Callable[[str], None]
+        self, link: Transport, peer: str, welcome: wire.ChainWelcome, fail: Callable[[str], None]
     ) -> None:
         """Take the link of a successor that sent Welcome; `fail` ends this connection."""
         self._link, self._peer, self._fail = link, peer, fail
@@ -114,21 +99,21 @@ class Sender:
         self._link = None
         self._release()
 
-    def handle_message(self, message: FromSuccessor) -> None:
-        if isinstance(message, Want):
+    def handle_message(self, message: wire.FromSuccessor) -> None:
+        if isinstance(message, wire.Want):
             self._on_want(message)
-        elif isinstance(message, ShareStarted):
+        elif isinstance(message, wire.ShareStarted):
             self._partial.add(message.version)
             self.refresh_offer()
-        elif isinstance(message, Resend):
+        elif isinstance(message, wire.Resend):
             self._on_again(message)
-        elif isinstance(message, VersionDone):
+        elif isinstance(message, wire.VersionDone):
             self._on_done(message)
-        elif isinstance(message, Decline):
+        elif isinstance(message, wire.Decline):
             self._on_decline(message)
         else:
-            assert isinstance(message, ChainWelcome | PeerRefused)
-            raise BadBytes("second-welcome", self._peer)
+            assert isinstance(message, wire.ChainWelcome | wire.PeerRefused)
+            raise wire.BadBytes("second-welcome", self._peer)
 
     # --- which version ------------------------------------------------------------------------
 
@@ -169,12 +154,12 @@ class Sender:
         copy, delta = current.copy, current.delta
         if delta is not None and not delta.num_here:
             return
-        base = None if delta is None else Base(version=delta.base, digest=delta.base_digest)
+        base = None if delta is None else wire.Base(version=delta.base, digest=delta.base_digest)
         self._num_offers += 1
         current.offer, current.digest = self._num_offers, copy.digest
         checksums = np.array(copy.get_checksums(), "<u8").tobytes()
         self._link.send(
-            Offer(
+            wire.Offer(
                 number=current.offer,
                 draft=copy.draft,
                 checksums=checksums,
@@ -189,7 +174,7 @@ class Sender:
         assert current is not None and self._link is not None
         if current.offer and current.digest != current.copy.digest:
             current.digest = current.copy.digest
-            self._link.send(Seal(version=current.version, digest=current.digest))
+            self._link.send(wire.Seal(version=current.version, digest=current.digest))
 
     def _release(self) -> None:
         if self.current is not None and self.current.wanted:
@@ -198,13 +183,13 @@ class Sender:
 
     # --- answers of the successor ---------------------------------------------------------------
 
-    def _on_want(self, want: Want) -> None:
+    def _on_want(self, want: wire.Want) -> None:
         current = self.current
         if current is None or not current.offer or current.offer != want.offer:
             return  # the message crossed with a newer offer
         have = unpack_have(want.have, current.copy.num_chunks)
         if have is None:
-            raise BadBytes("bad-have", f"{len(want.have)} bytes for {current.copy.num_chunks}")
+            raise wire.BadBytes("bad-have", f"{len(want.have)} bytes for {current.copy.num_chunks}")
         if not current.wanted and self._table.pin(current.version) is None:
             self.current = None  # evicted since it was offered
             return self.refresh_offer()
@@ -222,21 +207,21 @@ class Sender:
 
     def _queue_blocks(self, current: Sending, delta: Delta, from_block: int) -> None:
         if from_block > delta.num_blocks:
-            raise BadBytes("bad-block", f"{from_block} of {delta.num_blocks}")
+            raise wire.BadBytes("bad-block", f"{from_block} of {delta.num_blocks}")
         current.by_block = True
         current.todo = deque(range(from_block, delta.num_here))
         current.awaited = set()
 
-    def _on_again(self, again: Resend) -> None:
+    def _on_again(self, again: wire.Resend) -> None:
         current, index = self.current, again.position
         if current is None or current.version != again.version or not current.wanted:
             return
         if index >= current.copy.num_chunks or not current.copy.have[index]:
-            raise BadBytes("bad-again", f"chunk {index} of version {again.version}")
+            raise wire.BadBytes("bad-again", f"chunk {index} of version {again.version}")
         if not current.by_block:
             current.todo.appendleft(index)
 
-    def _on_done(self, done: VersionDone) -> None:
+    def _on_done(self, done: wire.VersionDone) -> None:
         self._held[done.version] = done.digest
         if self.current is not None and self.current.version == done.version:
             if done.digest != self.current.copy.digest and self.current.copy.digest:
@@ -246,7 +231,7 @@ class Sender:
             self._release()
         self.refresh_offer()
 
-    def _on_decline(self, decline: Decline) -> None:
+    def _on_decline(self, decline: wire.Decline) -> None:
         self._declined.add(decline.version)
         self._report_trouble("declined", decline.version, decline.reason)
         if self.current is not None and self.current.version == decline.version:
@@ -301,12 +286,12 @@ class Sender:
             assert current.delta is not None
             checksum = current.delta.checksums[position]
             body = Region(memoryview(current.delta.payloads[position]))
-            kind = FrameKind.BLOCK
+            kind = wire.FrameKind.BLOCK
         else:
             checksum = current.copy.get_checksum(position)
             body = current.copy.get_chunk(position)
-            kind = FrameKind.CHUNK
-        link.push(FrameHeader(kind, body.nbytes, position, current.version, checksum), body)
+            kind = wire.FrameKind.CHUNK
+        link.push(wire.FrameHeader(kind, body.nbytes, position, current.version, checksum), body)
 
     # --- deltas -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ Does not import torch: relays compute these hashes, and a killed relay must rest
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -25,7 +25,6 @@ from laminar.weights.version.manifest import (
     TensorSpec,
     check_tensors,
     chunk_bounds,
-    chunks_of_ranks,
     seal_draft,
 )
 
@@ -71,19 +70,6 @@ def build_manifest(
         probe=probe,
     )
     return seal_draft(draft, *compute_checksums(view, total, draft.chunk_bytes))
-
-
-def share_checksums(view: Bytes, draft: Draft, ranks: Collection[int]) -> dict[int, int]:
-    """Return the xxh3_64 of each chunk that these ranks wrote, by the chunk's index in `draft`.
-
-    Raises ManifestError if the slot is smaller than the version.
-    """
-    check_room(view, draft.total_bytes)
-    bounds = chunk_bounds(draft)
-    return {
-        index: xxhash.xxh3_64_intdigest(view.data[bounds[index] : bounds[index + 1]])
-        for index in chunks_of_ranks(draft, ranks)
-    }
 
 
 def verify_weights(view: Bytes, manifest: Manifest) -> None:

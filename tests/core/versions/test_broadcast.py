@@ -6,12 +6,7 @@ import pytest
 
 from laminar.core.context import RESTART_TIMEOUT_MS
 from laminar.core.scheduling.admission import find_not_admitted_reason
-from laminar.core.versions.broadcast import (
-    LAGS_MAX,
-    LINK_TIMEOUT_MS,
-    RECEIVE_TIMEOUT_MS,
-    STALLS_MAX,
-)
+from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
@@ -42,7 +37,9 @@ def restarted(commands: list[Command]) -> list[tuple[str, str]]:
     return [(c.to, c.actor) for c in only(cmd.RestartActor, commands)]
 
 
-def stalls(bench: Bench, name: str, relay: str, stalls: int = STALLS_MAX) -> list[Command]:
+def stalls(
+    bench: Bench, name: str, relay: str, stalls: int = broadcast.STALLS_MAX
+) -> list[Command]:
     """A relay reports that its connections to this one are established and carry no weights."""
     problem = {"kind": "stalled", "relay": relay, "version": -1, "detail": "timed out"}
     return bench.say(name, ev.TransferProblem(**problem, stalls=stalls))
@@ -186,19 +183,19 @@ def test_replica_that_drained_for_a_newer_version_admits_again_when_its_relay_is
 def test_connection_that_does_not_come_about_restarts_the_successor_then_the_relay_itself() -> None:
     bench = started()
     bench.kill("relay-1")
-    assert restarted(bench.wait(LINK_TIMEOUT_MS)) == [("node-2", "relay-2")]
+    assert restarted(bench.wait(broadcast.LINK_TIMEOUT_MS)) == [("node-2", "relay-2")]
     bench.kill("relay-2")
-    assert restarted(bench.wait(LINK_TIMEOUT_MS)) == [("node-0", "relay-0")]
+    assert restarted(bench.wait(broadcast.LINK_TIMEOUT_MS)) == [("node-0", "relay-0")]
 
 
 def test_hop_that_stalls_restarts_its_successor_and_the_chain_continues_without_it() -> None:
     bench = started()
-    assert not restarted(stalls(bench, "relay-0", "relay-1", STALLS_MAX - 1))
+    assert not restarted(stalls(bench, "relay-0", "relay-1", broadcast.STALLS_MAX - 1))
     (order,) = only(cmd.RestartActor, stalls(bench, "relay-0", "relay-1"))
     assert (order.to, order.actor) == ("node-1", "relay-1")
-    assert f"{STALLS_MAX} connections from relay-0 to relay-1" in order.reason
+    assert f"{broadcast.STALLS_MAX} connections from relay-0 to relay-1" in order.reason
     assert "MTU" in order.reason
-    assert not restarted(stalls(bench, "relay-0", "relay-1", STALLS_MAX + 1))
+    assert not restarted(stalls(bench, "relay-0", "relay-1", broadcast.STALLS_MAX + 1))
     assert forwarded(bench.kill("relay-1")) == [("relay-0", "relay-2")]
     bench.come_back("relay-1")
     bench.link_all()
@@ -227,10 +224,10 @@ def test_version_that_does_not_come_restarts_the_first_that_lacks_it() -> None:
     step(bench)
     bench.write_ends()
     bench.load_all()
-    assert restarted(bench.wait(RECEIVE_TIMEOUT_MS)) == [("node-1", "relay-1")]
+    assert restarted(bench.wait(broadcast.RECEIVE_TIMEOUT_MS)) == [("node-1", "relay-1")]
     bench.kill("relay-1")
     bench.link_all()
-    assert ("node-2", "relay-2") in restarted(bench.wait(RECEIVE_TIMEOUT_MS))
+    assert ("node-2", "relay-2") in restarted(bench.wait(broadcast.RECEIVE_TIMEOUT_MS))
 
 
 def test_version_that_comes_slowly_has_the_time_that_its_bytes_take() -> None:
@@ -246,7 +243,7 @@ def test_version_that_comes_slowly_has_the_time_that_its_bytes_take() -> None:
     for _ in range(2):
         bench.say("relay-1", slow)
         bench.say("relay-2", slow)
-        assert not restarted(bench.wait(RECEIVE_TIMEOUT_MS - 1))
+        assert not restarted(bench.wait(broadcast.RECEIVE_TIMEOUT_MS - 1))
     assert restarted(bench.wait(1)) == [("node-1", "relay-1")]
 
 
@@ -414,7 +411,7 @@ def training(nodes: int) -> Bench:
 
 def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
     bench = training(nodes=4)
-    for version in range(1, LAGS_MAX + 1):
+    for version in range(1, broadcast.LAGS_MAX + 1):
         assert bench.state.members.relay_chain[1:] == ["relay-1", "relay-2", "relay-3"]
         bench.train(publish=False)
         bench.publish(version, version)
@@ -433,7 +430,7 @@ def test_relay_that_holds_up_every_transfer_goes_to_the_end() -> None:
 def test_relay_that_is_slower_than_versions_are_made_goes_to_the_end() -> None:
     """The one before it always has a newer version, and some relay always lacks the newest."""
     bench = training(nodes=4)
-    for version in range(1, LAGS_MAX + 2):
+    for version in range(1, broadcast.LAGS_MAX + 2):
         assert bench.state.members.relay_chain[1:] == ["relay-1", "relay-2", "relay-3"]
         bench.train(publish=False)
         bench.publish(version, version)
@@ -462,7 +459,7 @@ def test_relay_with_another_predecessor_is_judged_afresh() -> None:
 
 def test_first_hop_is_compared_with_the_quickest_of_the_run() -> None:
     bench = training(nodes=3)
-    for version in range(1, LAGS_MAX + 1):
+    for version in range(1, broadcast.LAGS_MAX + 1):
         bench.train(publish=False)
         bench.publish(version, version)
         bench.receive("relay-1", version, **SLOW)

@@ -10,17 +10,10 @@ import numpy as np
 import pytest
 
 from laminar.config import Config, load_config
+from laminar.engines import protocol
 from laminar.engines.emulated.engine import EmulatedEngine, fingerprint_weights, make_fake_logprobs
 from laminar.engines.emulated.fake_tokens import END_ID
 from laminar.engines.emulated.timing import ResponseLengths
-from laminar.engines.protocol import (
-    LENGTH,
-    EngineError,
-    GenerateRequest,
-    KvOnUpdate,
-    TokenDelta,
-    WeightSource,
-)
 
 LIMIT = 60
 
@@ -32,15 +25,15 @@ def config(*settings: str) -> Config:
     )
 
 
-def request(seed: int, name: str = "", done: tuple[int, ...] = ()) -> GenerateRequest:
-    return GenerateRequest(
+def request(seed: int, name: str = "", done: tuple[int, ...] = ()) -> protocol.GenerateRequest:
+    return protocol.GenerateRequest(
         name or f"0.0.{seed}@0", (1, 2), done, LIMIT, 1.0, seed, frozenset({END_ID})
     )
 
 
-def source(path: Path, content: bytes) -> WeightSource:
+def source(path: Path, content: bytes) -> protocol.WeightSource:
     path.write_bytes(b"head" + content)
-    return WeightSource(str(path), 4, len(content), ())
+    return protocol.WeightSource(str(path), 4, len(content), ())
 
 
 class Bench:
@@ -52,7 +45,7 @@ class Bench:
         self.reasons: dict[str, str] = {}
         self.loads: dict[str, list[int]] = {}  #: of each token
 
-    def _take(self, deltas: list[TokenDelta]) -> None:
+    def _take(self, deltas: list[protocol.TokenDelta]) -> None:
         for delta in deltas:
             assert delta.request_id not in self.reasons, "nothing follows a reason"
             assert len(delta.token_ids) == len(delta.logprobs)
@@ -84,7 +77,7 @@ async def test_responses_have_the_lengths_of_their_seeds_and_take_their_time(ben
     for seed in range(40):
         tokens, length = bench.tokens[f"0.0.{seed}@0"], lengths.draw_length(seed)
         assert len(tokens) == length
-        assert (bench.reasons[f"0.0.{seed}@0"] == LENGTH) == (length == LIMIT)
+        assert (bench.reasons[f"0.0.{seed}@0"] == protocol.LENGTH) == (length == LIMIT)
         assert (tokens[-1] == END_ID) == (length < LIMIT)
     assert time.monotonic() - begun >= LIMIT * 1e-3
     steps = bench.engine.drain_steps()
@@ -121,7 +114,7 @@ async def test_a_response_that_moves_goes_on_with_the_same_tokens(bench: Bench) 
 
 async def test_what_it_says_of_a_probe_depends_on_every_byte_of_its_weights(tmp_path: Path) -> None:
     bench, weights = Bench(), bytes(1000)
-    with pytest.raises(EngineError, match="no weights"):
+    with pytest.raises(protocol.EngineError, match="no weights"):
         await bench.engine.add(request(1))
     await bench.engine.load(source(tmp_path / "v0", weights))
     scores = await bench.engine.compute_logprobs([[5, 6, 7]])
@@ -130,13 +123,13 @@ async def test_what_it_says_of_a_probe_depends_on_every_byte_of_its_weights(tmp_
     )
     await bench.engine.load(source(tmp_path / "v1", weights[:-1] + b"x"))
     assert await bench.engine.compute_logprobs([[5, 6, 7]]) != scores
-    with pytest.raises(EngineError, match="cannot be read"):
-        await bench.engine.load(WeightSource(str(tmp_path / "gone"), 0, 4, ()))
+    with pytest.raises(protocol.EngineError, match="cannot be read"):
+        await bench.engine.load(protocol.WeightSource(str(tmp_path / "gone"), 0, 4, ()))
 
 
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])
 async def test_in_flight_a_sequence_goes_on_with_the_new_weights(
-    bench: Bench, tmp_path: Path, on_update: KvOnUpdate
+    bench: Bench, tmp_path: Path, on_update: protocol.KvOnUpdate
 ) -> None:
     """No token is lost or given twice, and none is said to be of weights that it is not of; while
     weights are loaded nothing is sampled."""
@@ -163,16 +156,16 @@ async def test_a_load_in_flight_that_fails_leaves_nothing_that_runs(
     bench: Bench, tmp_path: Path
 ) -> None:
     await bench.engine.add(request(1))
-    with pytest.raises(EngineError, match="cannot be read"):
-        await bench.engine.load(WeightSource(str(tmp_path / "gone"), 0, 4, ()), "keep")
+    with pytest.raises(protocol.EngineError, match="cannot be read"):
+        await bench.engine.load(protocol.WeightSource(str(tmp_path / "gone"), 0, 4, ()), "keep")
     assert (bench.engine.get_stats().running, bench.engine.get_stats().waiting) == (0, 0)
-    with pytest.raises(EngineError, match="no weights"):
+    with pytest.raises(protocol.EngineError, match="no weights"):
         await bench.engine.add(request(2))
 
 
 async def test_weights_are_not_loaded_while_a_sequence_runs(bench: Bench, tmp_path: Path) -> None:
     await bench.engine.add(request(1))
-    with pytest.raises(EngineError, match="while a sequence runs"):
+    with pytest.raises(protocol.EngineError, match="while a sequence runs"):
         await bench.engine.load(source(tmp_path / "v1", b"other"))
     await bench.engine.close()
     assert await bench.engine.failed is None

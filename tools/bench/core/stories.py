@@ -49,15 +49,13 @@ def work_of(cluster: Cluster, name: str) -> list[Trajectory]:
 
 def almost_a_batch(cluster: Cluster) -> Trajectory:
     """Reward a whole batch except one trajectory, which is finished and returned."""
-    state = cluster.state
-    groups = [g for g in state.work.groups.values() if g.purpose == "train" and g.status == "open"]
+    state, work = cluster.state, cluster.state.work
+    groups = [g for g in work.groups.values() if g.purpose == "train" and g.status == "open"]
     in_engine = [
-        g for g in groups if all(state.work.trajectories[m].status in IN_ENGINE for m in g.members)
+        g for g in groups if all(work.trajectories[m].status in IN_ENGINE for m in g.members)
     ]
     members = [
-        state.work.trajectories[m]
-        for g in in_engine[: state.settings.groups_per_step]
-        for m in g.members
+        work.trajectories[m] for g in in_engine[: state.settings.groups_per_step] for m in g.members
     ]
     for member in members[:-1]:
         cluster.finish(member.id)

@@ -138,14 +138,13 @@ def two_books(state: State, rows: dict[str, Row], trained: Collection[str]) -> N
 
 def work_is_done(state: State) -> None:
     """Check that a run that was not asked to stop has made its steps and its last evaluation."""
+    evaluations = state.evaluations
     if state.run.draining:
         return
     total = state.settings.total_steps
     if total and state.steps.completed != total:
         raise Violation("work_is_done", f"{state.steps.completed} of {total} steps are completed")
-    if state.data.num_eval and not (
-        state.evaluations.results and state.evaluations.results[-1].final
-    ):
+    if state.data.num_eval and not (evaluations.results and evaluations.results[-1].final):
         raise Violation("work_is_done", "the last evaluation is missing")
 
 

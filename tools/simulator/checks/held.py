@@ -42,17 +42,15 @@ def obeyed(world: World, relay: str, command: Command) -> None:
 
 def late_transfer_has_an_end(stamped: Stamped, state: State) -> None:
     """Check that a relay that misses its predecessor's version past the timeout is restarted."""
+    members = state.members
     if not isinstance(stamped.event, ev.TimerFired):
         return
     kind, name = keys.parse_timer(stamped.event.timer)
-    overdue = kind == keys.TimerKind.RECEIVE and name in state.members.relay_chain
-    position = state.members.relay_chain.index(name) if overdue else 0
+    overdue = kind == keys.TimerKind.RECEIVE and name in members.relay_chain
+    position = members.relay_chain.index(name) if overdue else 0
     if not position or keys.restart_key(name) in state.orders.commands:
         return
-    relay, before = (
-        state.members.relays[name],
-        state.members.relays[state.members.relay_chain[position - 1]],
-    )
+    relay, before = (members.relays[name], members.relays[members.relay_chain[position - 1]])
     if relay.newest < state.versions.newest <= before.newest:
         newest = state.versions.newest
         what = f"version {newest} did not arrive from {before.name}, and no process acts"

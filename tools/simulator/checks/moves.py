@@ -132,6 +132,7 @@ def share_is_kept(commands: list[Command], state: State) -> None:
 
 def _emptied_has_new_work(emptied: int, state: State) -> None:
     """Check emptied_has_new_work: data and the staleness bound allow new groups for each."""
+    data = state.data
     settings = state.settings
     unchosen = sum(
         group.purpose == Purpose.TRAIN and group.status in (GroupStatus.OPEN, GroupStatus.READY)
@@ -142,11 +143,7 @@ def _emptied_has_new_work(emptied: int, state: State) -> None:
     if settings.total_steps:
         left = settings.groups_per_step * (settings.total_steps - state.steps.chosen) - unchosen
     else:
-        left = (
-            settings.total_epochs * state.data.num_train
-            - state.data.cursor
-            + len(state.data.unfinished_prompts)
-        )
+        left = settings.total_epochs * data.num_train - data.cursor + len(data.unfinished_prompts)
     if emptied * min(settings.groups_per_version, _share(state)) > min(allowed, left):
         what = f"{emptied} replicas are emptied for {min(allowed, left)} new groups"
         raise Violation("emptied_has_new_work", what)

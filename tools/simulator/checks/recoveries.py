@@ -129,14 +129,13 @@ class Recoveries:
                     self._can_cause(WORK, name, cause if lost is None else lost.cause)
 
     def _newly_dead(self, state: State) -> list[str]:
-        membership = (indexes_of(state).num_alive, state.members.next_incarnation)
+        members = state.members
+        membership = (indexes_of(state).num_alive, members.next_incarnation)
         if membership == self._membership:
             return []
         known, came_back = self._dead, self._membership == (-1, -1)
         self._membership = membership
-        self._dead = {
-            actor.name: None for actor in state.members.actors.values() if not actor.alive
-        }
+        self._dead = {actor.name: None for actor in members.actors.values() if not actor.alive}
         return [] if came_back else [name for name in self._dead if name not in known]
 
     def _can_cause(self, kind: str, subject: str, cause: str) -> None:

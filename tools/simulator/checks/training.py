@@ -81,12 +81,10 @@ class TrainingChecks:
 
     def observe(self, stamped: Stamped, state: State) -> None:
         """Note the steps that the log has; no other trainer may train them differently."""
+        versions = state.versions
         event = stamped.event
-        if (
-            isinstance(event, ev.CheckpointSaved | ev.TrainerReady)
-            and state.versions.checkpoint_paths
-        ):
-            self._kept[stamped.seq] = tuple(state.versions.checkpoint_paths.values())
+        if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and versions.checkpoint_paths:
+            self._kept[stamped.seq] = tuple(versions.checkpoint_paths.values())
         if state.run.paused and not self._is_paused:
             self._pauses(state)
         self._is_paused = state.run.paused

@@ -118,16 +118,14 @@ def _last_of_batch(state: State) -> Iterator[Trajectory]:
 
 def _last_of_data(state: State) -> Iterator[Trajectory]:
     """Yield the unfinished siblings of the last prompt of the data."""
+    work = state.work
     if (
         state.run.phase != Phase.RUNNING
         or state.steps.batch is not None
         or state.settings.total_steps
     ):
         return
-    if (
-        groups_wanted(state) <= 0
-        and sum(state.work.deadlines.values()) == len(state.work.ready) + 1
-    ):
+    if groups_wanted(state) <= 0 and sum(work.deadlines.values()) == len(work.ready) + 1:
         group = find_awaited_group(state)
         if group is not None:
             yield from _unfinished(state, group.id)

@@ -179,6 +179,7 @@ class OldVersion(TargetedFault):
 
     def _candidates(self, state: State) -> list[Replica]:
         """Return the replicas that work with such a version."""
+        evaluations = state.evaluations
         working = [
             r
             for r in state.members.replicas.values()
@@ -186,9 +187,7 @@ class OldVersion(TargetedFault):
         ]
         if not self.evaluates or not state.data.num_eval:
             return working
-        evaluated_version = (
-            state.evaluations.running.version if state.evaluations.running is not None else -1
-        )
+        evaluated_version = evaluations.running.version if evaluations.running is not None else -1
         return [r for r in working if r.version == evaluated_version]
 
 

@@ -26,14 +26,7 @@ from laminar.engines.protocol import GenerateRequest, KvOnUpdate, TokenDelta, We
 from laminar.events.reasons import RewardOutcome
 from laminar.names import exit_codes
 from laminar.storage.rules import TOKEN_BYTES, Row
-from laminar.tasks.environments.turns import (
-    Effect,
-    NextTurn,
-    Session,
-    SessionLost,
-    TrajectoryDone,
-    TurnCall,
-)
+from laminar.tasks.environments import turns
 from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardWorkerLost
 from tools.simulator.machine.memory import Arenas, ReachableWeights
 from tools.simulator.machine.versions import PROBE_LOGPROB, ModelDirectory
@@ -205,7 +198,7 @@ class Environments:
 
     async def close(self) -> None: ...
 
-    async def reset(self, session: Session) -> tuple[int, ...] | None:
+    async def reset(self, session: turns.Session) -> tuple[int, ...] | None:
         await self._pause()
         self._sessions[session.trajectory_id] = (session.attempt, 0)
         row = session.row.index
@@ -213,14 +206,14 @@ class Environments:
         return None if prompt_ids == make_prompt(session.purpose, row) else prompt_ids
 
     async def answer_turn(
-        self, call: TurnCall, intend: Callable[[tuple[Effect, ...]], Awaitable[None]]
-    ) -> NextTurn | TrajectoryDone:
+        self, call: turns.TurnCall, intend: Callable[[tuple[turns.Effect, ...]], Awaitable[None]]
+    ) -> turns.NextTurn | turns.TrajectoryDone:
         replica, session = self._replica, call.session
         once = replica.scenario.config.env.call_semantics == "at-most-once"
         known, answered = self._sessions.get(session.trajectory_id, (0, 0))
         if known != session.attempt:
             if once and (call.turn or call.stored):
-                raise SessionLost("its replica has ended")
+                raise turns.SessionLost("its replica has ended")
             self._sessions[session.trajectory_id] = (session.attempt, call.turn)
             answered = call.turn
         row = replica.rows[session.trajectory_id]
@@ -228,14 +221,14 @@ class Environments:
         if call.turn >= len(made.contexts):
             await self._pause()
             self.end_session(session.trajectory_id)
-            return TrajectoryDone(None, f"{row.num_tokens} tokens")
-        effect = Effect(0, "ask", "{}", "intended")
+            return turns.TrajectoryDone(None, f"{row.num_tokens} tokens")
+        effect = turns.Effect(0, "ask", "{}", "intended")
         if once and answered == call.turn:
             self._sessions[session.trajectory_id] = (session.attempt, call.turn + 1)
             await intend((effect,))
             replica.world.checks.contents.called(session.trajectory_id, session.attempt, call.turn)
         await self._pause()
-        return NextTurn(made.contexts[call.turn], (effect._replace(status="done"),))
+        return turns.NextTurn(made.contexts[call.turn], (effect._replace(status="done"),))
 
     def end_session(self, trajectory_id: str) -> None:
         self._sessions.pop(trajectory_id, None)
