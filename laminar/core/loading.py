@@ -81,7 +81,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
 
 def _record_newest(state: State, event: ev.WeightsPublished) -> None:
     """Record the newest version, whose digest a repeat of its step is compared with."""
-    state.versions.publish(event.version, event.step, event.digest)
+    state.versions.record_newest(event.version, event.step, event.digest)
     for trained in state.steps.trained:
         if trained.version == event.version:
             trained.digest = event.digest

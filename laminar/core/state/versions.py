@@ -94,7 +94,7 @@ class Versions(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.first_steps[number] = step
         return number
 
-    def publish(self, number: int, step: int, digest: str) -> None:
+    def record_newest(self, number: int, step: int, digest: str) -> None:
         """Record the newest version."""
         self._require(number, step).digest = digest
         self.newest = number
