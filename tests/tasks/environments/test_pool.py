@@ -17,7 +17,7 @@ from laminar.config.tree import EnvConfig
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.pool import Environments
 from laminar.tasks.environments.renderer import Renderer
-from laminar.tasks.environments.session_pool import LATE_S, SessionPool
+from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.tool_calls import CallParser
 from laminar.tasks.environments.turns import (
     EnvironmentFailed,
@@ -186,7 +186,7 @@ def in_bench(path, body, **settings):
         asyncio.get_running_loop().set_exception_handler(lambda _, what: failed.append(what))
         async with asyncio.timeout(120), Bench(path, **settings) as bench:
             await body(bench)
-            await asyncio.sleep(2 * LATE_S)
+            await asyncio.sleep(0.2)
 
     uvloop.run(run())
     assert not failed
@@ -458,7 +458,7 @@ def test_sessions_that_begin_at_once_end_one_by_one(tmp_path):
 def test_the_process_with_the_file_takes_its_sessions_with_it_and_is_replaced(tmp_path):
     async def body(bench):
         await bench.environments.reset(bench.session())
-        warm = bench.environments._pool._warm._process
+        warm = bench.environments._pool._warm
         session = bench.environments._conversations["t"].process
         while not session.pid:
             await asyncio.sleep(0.01)
@@ -544,7 +544,7 @@ def test_when_that_process_is_killed_one_call_is_blamed_and_none_is_made_again(t
         ]
         while len(bench.noted()) < 3:
             await asyncio.sleep(0.01)
-        bench.environments._pool._warm._process.kill()
+        bench.environments._pool._warm.kill()
         ends = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(end) for end in ends] == [EnvironmentFailed, SessionLost]
         with pytest.raises(SessionLost, match="its session was lost") as gone:
