@@ -35,7 +35,6 @@ from laminar.weights.version.manifest import Draft, Probe, unseal_manifest
 from tools.kit.manifest_samples import PROBE, build
 
 LIMIT = 1 << 20
-_encode = msgspec.msgpack.encode
 
 
 # --- a message in which every field has a value of its own, made from the types ----------------
@@ -173,14 +172,7 @@ WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "environment": (kinds_of(session_process.Request | session_process.Reply), to_a_child),
     "to a rank": ((rank_processes.OrderMessage,), over_a_socket(rank_processes.OrderMessage)),
     "from a rank": (kinds_of(rank_processes.Reply), over_a_socket(rank_processes.Reply)),
-    "to a warm process": (
-        (warm_process.Launch,),
-        lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Launch),
-    ),
-    "from a warm process": (
-        kinds_of(warm_process.Answer),
-        lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Answer),
-    ),
+    "warm process": ((warm_process.Launch,), to_a_child),
     "log records": ((record.SegmentHeader, *kinds_of(record.LaterRecord)), through_the_log),
 }
 CASES = [

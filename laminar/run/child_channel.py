@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import msgspec
@@ -68,7 +68,8 @@ class BlockingChannel:
         self.descriptors: list[int] = []  #: those that came with the last message
 
     def send(self, message: Any) -> None:
-        self.socket.sendall(encode_frame(message))
+        with suppress(ConnectionError):  # the other end is gone, which `receive` tells
+            self.socket.sendall(encode_frame(message))
 
     def receive(self, kind: Any) -> Any:
         """Return the next message, of type `kind`; None at the end, even within a message."""

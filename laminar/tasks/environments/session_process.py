@@ -24,7 +24,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -154,7 +153,7 @@ class _ForkServer:
         pid = fork_child(lambda: self._run_session(channel))
         os.close(channel)
         self._numbers[pid] = order.number
-        self._send_message(Forked(pid=pid, number=order.number))
+        self._control.send(Forked(pid=pid, number=order.number))
         return True
 
     def _run_session(self, channel: int) -> None:
@@ -177,13 +176,12 @@ class _ForkServer:
             _, status = os.waitpid(pid, 0)
             del self._numbers[pid]
             kill_children(self._imported | self._numbers.keys())  # adopted from the session
-            self._send_message(
+            self._control.send(
                 SessionEnded(number, describe_exit(os.waitstatus_to_exitcode(status)))
             )
 
-    def _send_message(self, message: Any) -> None:
-        with suppress(OSError):  # the parent is gone, which the next order reveals
-            self._control.send(message)
+
+# --- in a session ----------------------------------------------------------------------------
 
 
 class _EnvironmentHost:
