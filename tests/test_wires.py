@@ -3,7 +3,6 @@ default."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import re
 import socket
@@ -134,15 +133,6 @@ def to_a_child(message: Any) -> Any:
         return BlockingChannel(theirs).receive(type(message))
 
 
-def over_a_socket(kind: Any) -> Callable[[Any], Any]:
-    async def received(message: Any) -> Any:
-        reader = asyncio.StreamReader()
-        reader.feed_data(rank_processes.frame_message(message))
-        return await rank_processes.receive_message(reader, kind)
-
-    return lambda message: asyncio.run(received(message))
-
-
 def through_the_log(message: Any) -> Any:
     data, _ = record.encode_frame(message, 0)
     (body,) = record.Frames(1, data, 0)
@@ -170,8 +160,7 @@ WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "from any child": ((Ready, Refused, Forked), to_a_child),
     "reward worker": ((RewardSpec, RewardCall, worker.CallScored), to_a_child),
     "environment": (kinds_of(session_process.Request | session_process.Reply), to_a_child),
-    "to a rank": ((rank_processes.OrderMessage,), over_a_socket(rank_processes.OrderMessage)),
-    "from a rank": (kinds_of(rank_processes.Reply), over_a_socket(rank_processes.Reply)),
+    "rank": ((rank_processes.OrderMessage, *kinds_of(rank_processes.Reply)), to_a_child),
     "warm process": ((warm_process.Launch,), to_a_child),
     "log records": ((record.SegmentHeader, *kinds_of(record.LaterRecord)), through_the_log),
 }

@@ -130,14 +130,15 @@ class Channel:
         *,
         on_message: Callable[[Any], object] = id,
         bytes_max: int = MESSAGE_BYTES_MAX,
+        hang_up_s: float = HANG_UP_S,
     ) -> None:
         """`kind`: the type of the messages to this end, `bytes_max`: the limit of their size."""
         end.setblocking(False)
         self._socket, self._decoder = end, msgspec.msgpack.Decoder(kind)
-        self._on_message, self._bytes_max = on_message, bytes_max
+        self._on_message, self._bytes_max, self._hang_up_s = on_message, bytes_max, hang_up_s
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[ChildLost] = self._loop.create_future()  #: why it has ended
-        self._reply: asyncio.Future[Any] = self._loop.create_future()
+        self._reply: asyncio.Future[Any] | None = None
         self._received, self._unsent = bytearray(), bytearray()
         self._loop.add_reader(end, self._receive)
 
@@ -159,12 +160,17 @@ class Channel:
 
         After a TimeoutError, the reply can still be awaited; it must not be mistaken for the next
         one, so a caller that gives up must end the child."""
-        self._reply = self._loop.create_future()
+        self.expect_reply()
         self.send(request, descriptors)
         return await self.wait_for_reply(timeout_s)
 
+    def expect_reply(self) -> None:
+        """Take the next message for a reply."""
+        self._reply = self._loop.create_future()
+
     async def wait_for_reply(self, timeout_s: float) -> Any:
-        """Return the reply to the last request, or the first message."""
+        """Return the expected reply."""
+        assert self._reply is not None
         futures = (self._reply, self.ended)
         await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self._reply.done():
@@ -210,7 +216,7 @@ class Channel:
             data = b""
         if not data:
             self._loop.remove_reader(self._socket)
-            self._loop.call_later(HANG_UP_S, self.end, ChildLost("it closed its channel"))
+            self._loop.call_later(self._hang_up_s, self.end, ChildLost("it closed its channel"))
             return False
         self._received += data
         try:
@@ -234,7 +240,7 @@ class Channel:
         return message
 
     def _deliver(self, message: Any) -> None:
-        if not self._reply.done():
+        if self._reply is not None and not self._reply.done():
             self._reply.set_result(message)
         else:
             self._on_message(message)

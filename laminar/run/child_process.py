@@ -146,11 +146,13 @@ class Child(ChildProcess):
     ) -> None:
         """`kind`: the type of its messages, apart from Ready and Refused."""
         super().__init__(spawned.pid)
+        self.is_ready = False
         self.bytes_printed = 0
         self._spawned, self._on_output, self._tail = spawned, on_output, b""
         self.channel = Channel(
             spawned.socket, kind | Ready | Refused, on_message=on_message, bytes_max=bytes_max
         )
+        self.channel.expect_reply()  # Ready or Refused
         if spawned.stderr is not None:
             os.set_blocking(spawned.stderr.fileno(), False)
             self._loop.add_reader(spawned.stderr, self._read_output, spawned.stderr)
@@ -169,6 +171,7 @@ class Child(ChildProcess):
                 f"its first message is {reply}, not Ready of protocol {PROTOCOL}; restart the run "
                 "if the package was replaced"
             )
+        self.is_ready = True
         return reply.facts
 
     async def close(self, grace_s: float = END_S) -> None:

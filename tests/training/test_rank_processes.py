@@ -31,8 +31,14 @@ WORDS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks here are programs of the tests."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
 def rank_program(mode: str = "") -> list[str]:
-    return [sys.executable, "-m", "tests.training.rank_program", mode]
+    return ["tests.training.rank_program", mode]
 
 
 class Told:
@@ -51,7 +57,7 @@ class Told:
     def processes(self) -> list[psutil.Process]:
         children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
         found = [p for p in children if "rank_program" in " ".join(p.cmdline())]
-        return sorted(found, key=lambda process: int(process.cmdline()[4]))
+        return sorted(found, key=lambda process: int(process.cmdline()[7]))
 
 
 @asynccontextmanager
