@@ -155,7 +155,9 @@ class Channel:
         self._unsent += encode_frame(message)
         self._flush(descriptors)
 
-    async def ask(self, request: Any, timeout_s: float, descriptors: Sequence[int] = ()) -> Any:
+    async def ask(
+        self, request: Any, timeout_s: float | None, descriptors: Sequence[int] = ()
+    ) -> Any:
         """Send a request and return the reply; raise TimeoutError or ChildLost.
 
         After a TimeoutError, the reply can still be awaited; it must not be mistaken for the next
@@ -168,7 +170,7 @@ class Channel:
         """Take the next message for a reply."""
         self._reply = self._loop.create_future()
 
-    async def wait_for_reply(self, timeout_s: float) -> Any:
+    async def wait_for_reply(self, timeout_s: float | None) -> Any:
         """Return the expected reply."""
         assert self._reply is not None
         futures = (self._reply, self.ended)

@@ -157,13 +157,18 @@ class Child(ChildProcess):
             os.set_blocking(spawned.stderr.fileno(), False)
             self._loop.add_reader(spawned.stderr, self._read_output, spawned.stderr)
 
-    async def handshake(self, timeout_s: float, start: Any = None) -> dict[str, Any]:
+    async def handshake(
+        self, timeout_s: float, start: Any = None, late: str = "it did not start"
+    ) -> dict[str, Any]:
         """Send the first message, if any, and return the facts of Ready once the child is ready.
 
-        Raises ConfigError if the child refuses, ChildLost, TimeoutError."""
+        Raises ConfigError if the child refuses; ChildLost, for `late` after the timeout."""
         if start is not None:
             self.channel.send(start)
-        reply = await self.channel.wait_for_reply(timeout_s)
+        try:
+            reply = await self.channel.wait_for_reply(timeout_s)
+        except TimeoutError:
+            raise ChildLost(f"{late} within {timeout_s:g} s") from None
         if isinstance(reply, Refused):
             raise ConfigError(reply.reason)
         if not isinstance(reply, Ready) or reply.protocol != PROTOCOL:
