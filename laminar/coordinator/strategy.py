@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 
-from laminar.config import ConfigError
 from laminar.core.steps.batching import STRATEGIES
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -79,9 +78,9 @@ class StrategyWorker:
         detail, groups = "", tuple[GroupId, ...]()
         try:
             groups = await self._exchange_messages(command)
-        except ValueError as error:  # the function's own, or an invalid answer
+        except ValueError as error:  # the file's or function's own, or an invalid answer
             detail = f"{type(error).__name__}: {error}"
-        except (ChildLost, ConfigError, TimeoutError) as error:
+        except ChildLost as error:
             detail = f"the strategy's process ended: {error}"
             await self._end_process()
         detail = detail[:DETAIL_CHARS_MAX]

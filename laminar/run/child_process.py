@@ -43,6 +43,7 @@ from laminar.run.parent_death import die_with_parent
 from laminar.run.process_guard import guard_command
 
 END_S = 5.0  #: wait for the end of a process that was told to end
+UNKNOWN_CODE = 255  #: exit code where it is unknown, as in asyncio
 TAIL_BYTES, LAST_LINES, LAST_CHARS = 4096, 3, 300  #: limits of the output in a failure's reason
 Output = Callable[[bytes], object]  #: callback for the stderr of a child
 
@@ -102,11 +103,15 @@ class ChildProcess:
         self._loop.add_reader(self._pidfd, self._handle_exit)
 
     def _handle_exit(self) -> None:
-        found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-        if found is None:
-            return
-        exited = found.si_code == os.CLD_EXITED
-        self.returncode = found.si_status if exited else -found.si_status
+        try:
+            found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+        except ChildProcessError:  # reaped by another part of this process
+            self.returncode = UNKNOWN_CODE
+        else:
+            if found is None:
+                return
+            exited = found.si_code == os.CLD_EXITED
+            self.returncode = found.si_status if exited else -found.si_status
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._exit.set_result(self.returncode)

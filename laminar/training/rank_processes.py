@@ -147,16 +147,15 @@ class RankProcesses:
         left = max(0.0, deadline - time.monotonic())
         starts = [rank.handshake(left) for rank in self._ranks]
         found = await asyncio.gather(*starts, return_exceptions=True)
-        if late := [i for i, error in enumerate(found, 1) if isinstance(error, TimeoutError)]:
-            self._fail_group(
-                RankError(
+        late = [r.number for r in self._ranks if not (r.is_ready or r.channel.ended.done())]
+        for error in filter(None, found):
+            reason = f"a rank of the trainer cannot start: {error}"
+            if late:
+                reason = (
                     f"rank {', '.join(map(str, late))} of the trainer has not started within "
                     f"{self._start_s:g} s (coordinator.start_timeout_s)"
                 )
-            )
-        for error in found:
-            if isinstance(error, BaseException):
-                self._fail_group(RankError(f"a rank of the trainer cannot start: {error}"))
+            self._fail_group(RankError(reason))
         self._raise_if_failed()
 
     async def call_ranks(self, body: bytes) -> list[bytes]:

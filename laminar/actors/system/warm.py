@@ -103,12 +103,7 @@ class WarmProcess:
         await self._end_process()
 
     async def _until_ready(self, process: Child) -> None:
-        try:
-            facts = await process.handshake(self._ready_s)
-        except TimeoutError:
-            raise ChildLost(
-                f"it did not answer within {self._ready_s:.0f} s (its imports)"
-            ) from None
+        facts = await process.handshake(self._ready_s, None, "its imports did not end")
         self.note = facts["note"]
         self._log.info("warm", pid=process.pid, kind=self.kind, **facts)
 

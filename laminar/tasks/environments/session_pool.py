@@ -150,14 +150,11 @@ class SessionPool:
         async with self._starting:
             if self._warm is None or self._warm.channel.ended.done():
                 warm = _ForkServerClient(self._env, self._on_output)
+                late = "the environment's file was not imported"
                 try:
-                    facts = await warm.handshake(self._start_timeout_s, self._start)
-                except BaseException as error:
+                    facts = await warm.handshake(self._start_timeout_s, self._start, late)
+                except BaseException:
                     await warm.close()
-                    if isinstance(error, TimeoutError):
-                        limit = f"{self._start_timeout_s:g} s"
-                        text = f"the environment's file was not imported within {limit}"
-                        raise ChildLost(text) from None
                     raise
                 self._warm, self.has_reward = warm, facts["has_reward"]
             return self._warm

@@ -172,10 +172,7 @@ class RewardPool:
             environment=self._env,
         )
         worker = self._workers[slot] = Child(spawned, CallScored, on_output=self._on_output)
-        try:
-            await worker.handshake(self._start_timeout_s, self._spec)
-        except TimeoutError:
-            raise ChildLost(f"its scorer did not load within {self._start_timeout_s:g} s") from None
+        await worker.handshake(self._start_timeout_s, self._spec, "its scorer did not load")
         return worker
 
     async def _drop_worker(self, slot: int) -> None:
