@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from laminar.run.child_channel import BlockingChannel, Refused
+from laminar.run.child_channel import BlockingChannel, ChildLost, Refused
 from laminar.run.child_process import fork_child
 
 INLINE_MAX = 8_192
@@ -60,8 +60,11 @@ class _Worker:
             return True
         if not self.try_reap():
             return False
-        with self._channel.socket:
-            self.answer = self._channel.receive(WorkResult | Refused)
+        try:
+            with self._channel.socket:
+                self.answer = self._channel.receive(WorkResult | Refused)
+        except ChildLost as error:
+            self.answer = Refused(str(error))
         return True
 
     def kill_process(self) -> None:

@@ -1,7 +1,7 @@
 """The channel between a process and its child: length-prefixed MessagePack over a socket pair.
 
-Reads   frames: the length of the body (little-endian u32), and the body, a msgspec struct; the
-        first byte of a frame may carry descriptors
+Reads   frames: MAGIC, the length of the body (little-endian u32), and the body, a msgspec struct;
+        the first byte of a frame may carry descriptors
 Gives   Channel, for an event loop; BlockingChannel, for one without; Ready, Refused and Forked,
         the messages that all kinds of child share; encode_frame
 Raises  ChildLost: the other end is gone, or has sent something else than a message
@@ -22,10 +22,10 @@ import msgspec
 
 from laminar.config import ConfigError
 
-PROTOCOL = 1
-"""The version of the messages. A child that starts after an upgrade may have another one."""
+MAGIC = b"LMC\x01"
+"""The start of each message; the last byte is the version, which may change during a run."""
+HEADER = struct.Struct("<4sI")
 MESSAGE_BYTES_MAX = 256 << 20
-LENGTH = struct.Struct("<I")
 CHUNK = 1 << 18
 HANG_UP_S = 5.0  #: wait for the reason why the other end is gone
 DESCRIPTORS_MAX = 2  #: with a message
@@ -39,7 +39,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The child has started and takes requests."""
 
     facts: dict[str, Any] = {}  #: what its parent wants to know about the start
-    protocol: int = PROTOCOL
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -57,7 +56,24 @@ class Forked(msgspec.Struct, tag="forked", frozen=True, kw_only=True):
 
 def encode_frame(message: Any) -> bytes:
     body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return HEADER.pack(MAGIC, len(body)) + body
+
+
+def read_size(header: bytes | bytearray, bytes_max: int) -> int:
+    """Return the size of the body; raise ChildLost."""
+    magic, size = HEADER.unpack_from(header)
+    if magic != MAGIC and magic[:-1] == MAGIC[:-1]:
+        raise ChildLost(
+            f"its messages have version {magic[-1]}, not {MAGIC[-1]}; restart the run if its "
+            "package was replaced"
+        )
+    if magic != MAGIC or size > bytes_max:
+        raise make_garbage_error(f"{bytes(header[: HEADER.size])!r}")
+    return int(size)
+
+
+def make_garbage_error(reason: object) -> ChildLost:
+    return ChildLost(f"it sent something else than a message ({reason})")
 
 
 class BlockingChannel:
@@ -75,17 +91,15 @@ class BlockingChannel:
         """Return the next message, of type `kind`; None at the end, even within a message."""
         try:
             head, self.descriptors, _, _ = socket.recv_fds(
-                self.socket, LENGTH.size, DESCRIPTORS_MAX
+                self.socket, HEADER.size, DESCRIPTORS_MAX
             )
-            head += self._read(LENGTH.size - len(head))
-            (size,) = LENGTH.unpack(head)
-            if size > MESSAGE_BYTES_MAX:
-                raise ChildLost(f"a message of {size} bytes, more than {MESSAGE_BYTES_MAX}")
-            return msgspec.msgpack.decode(self._read(size), type=kind)
+            head += self._read(HEADER.size - len(head))
+            body = self._read(read_size(head, MESSAGE_BYTES_MAX))
+            return msgspec.msgpack.decode(body, type=kind)
         except (EOFError, ConnectionResetError):  # reset: what this end has sent was not read
             return None
         except msgspec.DecodeError as error:
-            raise ChildLost(str(error)) from None
+            raise make_garbage_error(error) from None
 
     def _read(self, size: int) -> bytes:
         parts = bytearray()
@@ -224,20 +238,20 @@ class Channel:
         try:
             while (message := self._take_message()) is not None:
                 self._deliver(message)
-        except (ChildLost, msgspec.DecodeError) as error:
-            self.end(ChildLost(f"it sent something else than a message ({error})"))
+        except ChildLost as error:
+            self.end(error)
+        except msgspec.DecodeError as error:
+            self.end(make_garbage_error(error))
         return True
 
     def _take_message(self) -> Any:
-        if len(self._received) < LENGTH.size:
+        if len(self._received) < HEADER.size:
             return None
-        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-        if end - LENGTH.size > self._bytes_max:
-            raise ChildLost(f"{end - LENGTH.size} bytes, more than {self._bytes_max}")
+        end = HEADER.size + read_size(self._received, self._bytes_max)
         if len(self._received) < end:
             return None
         with memoryview(self._received) as received:
-            message = self._decoder.decode(received[LENGTH.size : end])
+            message = self._decoder.decode(received[HEADER.size : end])
         del self._received[:end]
         return message
 

@@ -32,12 +32,12 @@ from laminar.config import ConfigError
 from laminar.names.process_end import describe_exit
 from laminar.run.child_channel import (
     MESSAGE_BYTES_MAX,
-    PROTOCOL,
     BlockingChannel,
     Channel,
     ChildLost,
     Ready,
     Refused,
+    make_garbage_error,
 )
 from laminar.run.parent_death import die_with_parent
 from laminar.run.process_guard import guard_command
@@ -176,11 +176,8 @@ class Child(ChildProcess):
             raise ChildLost(f"{late} within {timeout_s:g} s") from None
         if isinstance(reply, Refused):
             raise ConfigError(reply.reason)
-        if not isinstance(reply, Ready) or reply.protocol != PROTOCOL:
-            raise ChildLost(
-                f"its first message is {reply}, not Ready of protocol {PROTOCOL}; restart the run "
-                "if the package was replaced"
-            )
+        if not isinstance(reply, Ready):
+            raise make_garbage_error(reply)
         self.is_ready = True
         return reply.facts
 

@@ -11,6 +11,7 @@ from laminar.config import ConfigError
 from laminar.run.child_process import connect_parent
 from laminar.training.rank_processes import InheritedDescriptors, serve_orders
 from laminar.training.trainer_state import CheckpointError
+from tests.run.child_faults import act
 
 ERRORS = {
     "bug": ValueError("a bug"),
@@ -28,6 +29,7 @@ def main(fd: str, parent: str, mode: str, rank: str, *descriptors: str) -> None:
         word, _, number = order.decode().partition(" ")
         begun.append(word)
         if number in ("", rank):
+            act(word)
             if word == "wait":
                 await asyncio.to_thread(go.wait)
             elif word == "go":

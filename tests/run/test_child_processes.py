@@ -1,0 +1,326 @@
+"""Every kind of child process: killed, stopped, over its memory, with garbage on its channel, and
+without its parent. A kind is one entry of KINDS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import structlog
+
+from laminar.actors.system import warm
+from laminar.actors.system.roles import Needs
+from laminar.config import load_config
+from laminar.coordinator import background
+from laminar.coordinator.background import ChildBackground
+from laminar.coordinator.strategy import StrategyWorker
+from laminar.events import commands as cmd
+from laminar.events import events as ev
+from laminar.names.ids import GroupId
+from laminar.run.child_channel import MAGIC, ChildLost
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments.session_pool import SessionPool
+from laminar.tasks.environments.session_process import ToolRequest
+from laminar.tasks.import_check import check_import
+from laminar.tasks.rewards.results import FunctionSpec, RewardCall, RewardSpec
+from laminar.tasks.rewards.worker_pool import RewardPool
+from laminar.tasks.sandbox.sandbox import Sandbox, permit_unsafe
+from laminar.training.rank_processes import RankProcesses
+from tests.actors.test_warm import Machine
+from tests.run import child_faults
+
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 2.0  #: of a use of a child that has started
+ROW = PromptRow(0, "q", "a", {}, "test")
+
+SOURCE = """
+from tests.run.child_faults import act
+
+def reward(completion):
+    return act(completion)
+
+def choose(candidates, count):
+    act(candidates[0]["group"])
+    return []
+
+class Environment:
+    def reset(self):
+        pass
+
+    def use(self, word: str):
+        return str(act(word))
+"""
+
+Use = Callable[[str], Awaitable[str]]
+"""Has the child do what a word says, and returns what its user is told."""
+
+
+def write_source(folder: Path, more: str = "") -> str:
+    path = folder / "user.py"
+    path.write_text(SOURCE + more)
+    return str(path)
+
+
+@asynccontextmanager
+async def reward_worker(folder: Path) -> AsyncIterator[Use]:
+    function = FunctionSpec("custom", style="single", path=write_source(folder), name="reward")
+    pool = RewardPool(RewardSpec("trajectory", [function]), timeout_s=LIMIT_S, max_retries=0)
+    await pool.start()
+
+    async def use(word: str) -> str:
+        (found,) = await pool.compute_rewards(RewardCall(ROW, [(word, [1])]))
+        return f"{found.reward} {found.reason} {found.detail}"
+
+    yield use
+    await pool.close()
+
+
+@asynccontextmanager
+async def environment(folder: Path) -> AsyncIterator[Use]:
+    pool = SessionPool(write_source(folder), "")
+
+    async def use(word: str) -> str:
+        session = await pool.open()
+        await session.reset(ROW, 1, 60.0)
+        try:
+            reply = await session.send_request(ToolRequest("use", f'{{"word": "{word}"}}'), LIMIT_S)
+            return str(reply)
+        finally:
+            session.kill()
+
+    yield use
+    await pool.close()
+
+
+@asynccontextmanager
+async def rank(folder: Path) -> AsyncIterator[Use]:
+    words = ["model.name=m", "data.dataset=gcd", "trainer.ranks=2"]
+    times = ("heartbeat_ms=100", "lease_ms=1000", f"node_lease_ms={LIMIT_S * 1000:.0f}")
+    config = load_config([], [*words, *(f"coordinator.{time}" for time in times)])
+    ranks: list[RankProcesses] = []
+
+    async def use(word: str) -> str:
+        if not ranks or ranks[-1]._error is not None:  # as after the trainer's restart
+            program = ["tests.training.rank_program", ""]
+            ranks.append(RankProcesses(config, program, lock=None, lost=id, say=id))
+            await ranks[-1].start()
+        return str(await ranks[-1].call_ranks(word.encode()))
+
+    yield use
+    for each in ranks:
+        await each.close()
+
+
+@asynccontextmanager
+async def warm_process(folder: Path) -> AsyncIterator[Use]:
+    """Its module acts as soon as it is imported."""
+    (folder / "modules").mkdir()
+    machine = Machine(folder / "run", folder / "modules")
+    os.environ["PYTHONPATH"] = f"{ROOT}:{machine.modules}"
+
+    async def use(word: str) -> str:
+        source = f"from tests.run.child_faults import act\nact({word!r})\n"
+        needs = Needs([machine.module(f"acts_{word}", source)], {})
+        ready_s = LIMIT_S if word == "stopped" else 60.0
+        process = warm.WarmProcess("torch", needs, structlog.get_logger(), ready_s=ready_s)
+        machine.warm.append(process)
+        return str((await machine.fork(process)).pid)
+
+    yield use
+    await machine.close()
+
+
+@asynccontextmanager
+async def strategy(folder: Path) -> AsyncIterator[Use]:
+    answers = asyncio.Queue[ev.BatchProposed]()
+    worker = StrategyWorker(f"{write_source(folder)}:choose", answers.put_nowait)
+
+    async def use(word: str) -> str:
+        candidate = cmd.BatchCandidate(
+            group=GroupId(word), row_index=0, deadline=5, step=3, order=0, num_tokens=1, rewards=()
+        )
+        ask = cmd.ProposeBatch(to="strategy", step_index=1, count=1, candidates=(candidate,))
+        worker.propose_batch(ask)
+        with contextlib.suppress(TimeoutError):
+            return f"answer {(await asyncio.wait_for(answers.get(), LIMIT_S)).detail}"
+        await worker.close()  # the step's deadline is the core's
+        return "late"
+
+    yield use
+    await worker.close()
+
+
+@asynccontextmanager
+async def background_work(folder: Path) -> AsyncIterator[Use]:
+    forked, answers = ChildBackground(structlog.get_logger()), list[bytes | None]()
+
+    async def use(word: str) -> str:
+        count = len(answers)
+        forked.run(word, 1 << 30, lambda: str(child_faults.act(word)).encode(), answers.append)
+        while len(answers) == count:
+            await asyncio.sleep(0.01)
+            forked.collect_results()
+        return str([answers[-1], *(reason for what, reason in forked.failed if what == word)])
+
+    yield use
+    forked.close()
+
+
+@asynccontextmanager
+async def isolated_import(folder: Path) -> AsyncIterator[Use]:
+    async def use(word: str) -> str:
+        path = write_source(folder, f"\nact({word!r})")
+        await asyncio.to_thread(check_import, path, "reward.path", LIMIT_S)
+        return "imported"
+
+    yield use
+
+
+@asynccontextmanager
+async def sandbox(folder: Path) -> AsyncIterator[Use]:
+    permit_unsafe(True)
+    made = Sandbox(seconds=LIMIT_S)
+
+    async def use(word: str) -> str:
+        program = f"{Path(child_faults.__file__).read_text()}\nact({word!r})"
+        return str(await asyncio.to_thread(made.run, program))
+
+    yield use
+
+
+Kind = Callable[[Path], Any]
+#: What the user is told when the child is killed, stopped, over its memory, or sends garbage.
+KINDS: dict[Kind, tuple[str, str, str, str]] = {
+    reward_worker: ("killed by SIGKILL", "no result within", "MemoryError", "something else"),
+    environment: ("killed by SIGKILL", "TimeoutError", "MemoryError", "something else"),
+    rank: ("killed by SIGKILL", "silent for 2 s", "MemoryError", "something else"),
+    warm_process: ("killed by SIGKILL", "did not end within", r"\d+", "something else"),
+    strategy: ("killed by SIGKILL", "late", "MemoryError", "something else"),
+    background_work: ("it died", "more than 2 s", "MemoryError", "something else"),
+    isolated_import: ("killed by SIGKILL", "not imported within", "imported", "something else"),
+    sandbox: ("killed by SIGKILL", "stopped after", "MemoryError", "ended its process"),
+}
+FAULTS = ("killed", "stopped", "memory", "garbage")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_child_that_fails_is_named_and_replaced(
+    kind: Kind, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(background, "DEADLINE_S", LIMIT_S)
+    monkeypatch.setattr(warm, "TRIES", 1)
+    before = descendants(os.getpid())
+    async with asyncio.timeout(60), kind(tmp_path) as use:
+        try:
+            told = await use(fault)
+        except Exception as error:
+            told = repr(error)
+        assert re.search(KINDS[kind][FAULTS.index(fault)], told), told
+        assert await use("work")
+    await asyncio.to_thread(wait_for_end, set(descendants(os.getpid())) - set(before))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_child_dies_with_its_parent(kind: Kind, tmp_path: Path) -> None:
+    words = (kind.__name__, str(tmp_path))
+    program = f"from tests.run import test_child_processes as tests; tests.own(*{words})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment
+    ) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"hangs\n"
+        left = descendants(owner.pid)
+        owner.kill()
+    assert left
+    wait_for_end(left)
+
+
+def own(name: str, folder: str) -> None:
+    """Start a child that hangs, and say so."""
+    global LIMIT_S
+    LIMIT_S = 600.0
+
+    async def run() -> None:
+        async with globals()[name](Path(folder)) as use:
+            hangs = asyncio.ensure_future(use("hang"))
+            done, _ = await asyncio.wait({hangs}, timeout=3.0)
+            print("ended" if done else "hangs", flush=True)
+            await hangs
+
+    asyncio.run(run())
+
+
+def descendants(pid: int) -> set[psutil.Process]:
+    return set(psutil.Process(pid).children(recursive=True))
+
+
+def wait_for_end(processes: set[psutil.Process]) -> None:
+    deadline = time.monotonic() + 20
+    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+TOY = """
+import subprocess
+import sys
+
+import msgspec
+
+from laminar.run import child_channel
+from laminar.run.child_channel import BlockingChannel, Ready
+from laminar.run.child_process import Child, connect_parent, spawn
+
+class Numbers(msgspec.Struct, tag="numbers"):
+    numbers: list[int]
+
+class Total(msgspec.Struct, tag="total"):
+    total: int
+
+async def add(numbers, version):
+    child = Child(spawn("toy", version, guarded=True, stderr=subprocess.PIPE), Total)
+    try:
+        await child.handshake(60.0)
+        return (await child.channel.ask(Numbers(numbers), 60.0)).total
+    finally:
+        await child.close()
+
+def main(fd, parent, version):
+    channel = BlockingChannel(connect_parent(fd, parent))
+    child_channel.MAGIC = child_channel.MAGIC[:-1] + bytes([int(version)])
+    channel.send(Ready())
+    channel.serve_requests(Numbers, lambda request: Total(sum(request.numbers)))
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+async def test_another_kind_of_child_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the version of its messages checked, and its last words in the reason."""
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    toy = importlib.import_module("toy")
+    assert await toy.add([1, 2, 3], str(MAGIC[-1])) == 6
+    with pytest.raises(ChildLost, match="package was replaced"):
+        await toy.add([1], str(MAGIC[-1] + 1))
+    with pytest.raises(ChildLost, match=r"^it ended with exit code 1: .* \| ValueError: invalid"):
+        await toy.add([1], "no number")
