@@ -26,8 +26,8 @@ from laminar.core.steps.batching import STRATEGIES
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId
-from laminar.run.child_channel import BlockingChannel, ChildLost, Ready, Refused
-from laminar.run.child_process import Child, connect_parent, isolate_output, spawn
+from laminar.run.child_channel import ChildLost, Ready, Refused
+from laminar.run.child_process import Child, connect_user_code, spawn
 from laminar.run.user_file import load_user_function
 
 ANSWER_BYTES_MAX = 16 << 20
@@ -117,8 +117,7 @@ def _check_offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupI
 
 def main(fd: str, parent: str, reference: str) -> None:
     """Serve as the child, whose user code may print."""
-    channel = BlockingChannel(connect_parent(fd, parent))
-    isolate_output()
+    channel = connect_user_code(fd, parent)
     with channel.refuse_errors():
         function = load_strategy(reference)
 

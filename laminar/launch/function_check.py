@@ -6,9 +6,8 @@ Raises  ConfigError in one sentence: the function, what it did, the fix
 
 from __future__ import annotations
 
-from laminar.config import AlgorithmConfig, ConfigError
+from laminar.config import AlgorithmConfig
 from laminar.config.algorithm_rules import list_user_functions
-from laminar.run.child_channel import ChildLost
 from laminar.run.child_process import call_isolated
 
 TRIAL_S = 120.0
@@ -20,14 +19,12 @@ def check_functions(algorithm: AlgorithmConfig, limit_s: float = TRIAL_S) -> Non
     if not named:
         return
     names = " or ".join(f"{key} = {reference!r}" for key, reference in named.items())
-    try:
-        call_isolated("laminar.training.function_check", [], limit_s, algorithm)
-    except TimeoutError:
-        raise ConfigError(
-            f"{names} takes longer than {limit_s:g} s for a few made-up sequences; correct it"
-        ) from None
-    except ChildLost as lost:
-        raise ConfigError(
-            f"{names} ends the process that calls it ({lost}); a file of functions must not end "
-            "its process"
-        ) from None
+    call_isolated(
+        "laminar.training.function_check",
+        [],
+        limit_s,
+        algorithm,
+        late=f"{names} takes longer than {limit_s:g} s for a few made-up sequences; correct it",
+        ended=f"{names} ends the process that calls it",
+        advice="a file of functions must not end its process",
+    )

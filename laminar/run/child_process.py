@@ -2,17 +2,17 @@
 
 Starts  python -m MODULE FD PARENT ARGUMENT..., under a guard (process_guard.py) for user code
 Gives   spawn, and Child for its result in an event loop; ChildProcess, for a child forked in any
-        way; call_isolated, for one request; fork_child; in a child: connect_parent, isolate_output
+        way; call_isolated; fork_child; in a child: connect_parent, connect_user_code
 Raises  ConfigError with the reason of a child that refuses its start; ChildLost, with the last
-        lines of its stderr if they are captured; TimeoutError
+        lines of its stderr if they are captured
 
-A child starts by spawn, about 0.3 s, or, where many start with the same imports, by os.fork from a
-child with one thread that has done them, 2 ms (actors/system/warm_process.py,
-tasks/environments/session_process.py). multiprocessing.forkserver also takes 0.5 s first, then
-13 ms, but its children belong to the server: their parent learns of no exit when the server dies,
-the server's death loses all exit codes, they do not die with their parent, and their user code's
-daemons have no guard. It has one server per process, without kinds, and ignores failed preloads.
-torch.multiprocessing adds the import of torch to each child, 4 s.
+Children are spawned, in 0.3 s, or, where many need the same imports, forked in 2 ms from a child
+with one thread that has done them (actors/system/warm_process.py,
+tasks/environments/session_process.py). multiprocessing.forkserver is as fast (13 ms, the first
+0.5 s), but its children are those of the server: they outlive their parent, their exit codes are
+lost with the server, and no guard ends the daemons of user code. There is one server per process,
+with one set of imports, whose failures it hides. torch.multiprocessing also imports torch in each
+child, in 4 s.
 """
 
 from __future__ import annotations
@@ -246,28 +246,40 @@ class Child(ChildProcess):
 
 
 def call_isolated(
-    module: str, words: Sequence[str], limit_s: float, start: Any = None
+    module: str,
+    words: Sequence[str],
+    limit_s: float,
+    start: Any = None,
+    *,
+    late: str,
+    ended: str,
+    advice: str,
 ) -> dict[str, Any]:
     """Return the facts of a child that runs user code, after ending all that it has started.
 
-    Raises ConfigError if the child refuses, ChildLost with how it ended, TimeoutError."""
+    Raises ConfigError: the child's; `late` after the time limit; `ended` and `advice` if there is
+    no reply."""
     spawned = spawn(module, *words, guarded=True, stderr=subprocess.DEVNULL)
     channel = BlockingChannel(spawned.socket)
     channel.socket.settimeout(limit_s)
+    reply: Ready | Refused | ChildLost | None
     try:
         if start is not None:
             channel.send(start)
         reply = channel.receive(Ready | Refused)
+    except TimeoutError:
+        raise ConfigError(late) from None
+    except ChildLost as garbage:
+        reply = garbage
     finally:
         os.kill(spawned.pid, signal.SIGTERM)
         code = os.waitstatus_to_exitcode(os.waitpid(spawned.pid, 0)[1])
         channel.socket.close()
-    if reply is None:
-        raise ChildLost(describe_exit(code))
     if isinstance(reply, Refused):
         raise ConfigError(reply.reason)
-    facts: dict[str, Any] = reply.facts
-    return facts
+    if not isinstance(reply, Ready):
+        raise ConfigError(f"{ended} ({reply or describe_exit(code)}); {advice}")
+    return reply.facts
 
 
 # --- in the child -------------------------------------------------------------------------------
@@ -283,10 +295,11 @@ def connect_parent(fd: str, parent: str) -> socket.socket:
     return socket.socket(fileno=int(fd))
 
 
-def isolate_output() -> None:
-    """Send what user code prints to stderr, line by line."""
+def connect_user_code(fd: str, parent: str) -> BlockingChannel:
+    """Return this end of the channel, and send what user code prints to stderr, line by line."""
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     os.dup2(2, 1)
+    return BlockingChannel(connect_parent(fd, parent))
 
 
 def fork_child(run: Callable[[], object]) -> int:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from laminar.config import ConfigError
-from laminar.run.child_channel import BlockingChannel, ChildLost, Ready
-from laminar.run.child_process import call_isolated, connect_parent, isolate_output
+from laminar.run.child_channel import Ready
+from laminar.run.child_process import call_isolated, connect_user_code
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S, load_quietly
 
 
@@ -22,23 +22,19 @@ def check_import(path: str, key: str, limit_s: float = IMPORT_TIMEOUT_S) -> None
     """Import the file that the setting `key` names, if it exists, within `limit_s` seconds."""
     if not Path(path).is_file():
         return
-    try:
-        call_isolated("laminar.tasks.import_check", [path], limit_s)
-    except TimeoutError:
-        raise ConfigError(
-            f"{key} = {path!r} was not imported within {limit_s:g} s; move slow or blocking code "
-            "into the function"
-        ) from None
-    except ChildLost as lost:
-        raise ConfigError(
-            f"{key} = {path!r} ends the process that imports it ({lost}); a file of functions must "
-            "not end its process"
-        ) from None
+    call_isolated(
+        "laminar.tasks.import_check",
+        [path],
+        limit_s,
+        late=f"{key} = {path!r} was not imported within {limit_s:g} s; move slow or blocking code "
+        "into the function",
+        ended=f"{key} = {path!r} ends the process that imports it",
+        advice="a file of functions must not end its process",
+    )
 
 
 def main(fd: str, parent: str, path: str) -> None:
-    channel = BlockingChannel(connect_parent(fd, parent))
-    isolate_output()
+    channel = connect_user_code(fd, parent)
     with suppress(ConfigError):
         load_quietly(path, "")
     channel.send_last(Ready())

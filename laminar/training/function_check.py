@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from laminar.config import AlgorithmConfig, ConfigError
-from laminar.run.child_channel import BlockingChannel, Ready
-from laminar.run.child_process import connect_parent, isolate_output
+from laminar.run.child_channel import Ready
+from laminar.run.child_process import connect_user_code
 from laminar.training.algorithms.advantages import AdvantageInputs, Estimator
 from laminar.training.algorithms.policy_losses import PolicyLoss
 
@@ -117,8 +117,7 @@ def _format_values(values: Tensor) -> str:
 
 
 def main(fd: str, parent: str) -> None:
-    channel = BlockingChannel(connect_parent(fd, parent))
-    isolate_output()
+    channel = connect_user_code(fd, parent)
     if (algorithm := channel.receive(AlgorithmConfig)) is not None:
         with channel.refuse_errors():
             try_functions(algorithm)

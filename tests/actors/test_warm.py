@@ -19,7 +19,6 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from laminar.actors.system import warm as warm_module
 from laminar.actors.system import warm_process
 from laminar.actors.system.roles import Needs
 from laminar.actors.system.warm import OWN_ENVIRONMENT, WarmProcess, prestart
@@ -173,44 +172,6 @@ async def test_what_cannot_be_imported_is_left_to_the_actor_that_needs_it(machin
         await machine.until_it_works(await machine.fork(warm))
     said = [line["missing"] for line in lines if line["event"] == "warm"]
     assert said == [["no_such_module: ModuleNotFoundError: No module named 'no_such_module'"]]
-
-
-async def test_imports_that_end_the_process_are_one_sentence(machine: Machine) -> None:
-    name = machine.module("crashing_module", "import os\nos.kill(os.getpid(), 11)\n")
-    warm = machine.make_warm(name)
-    with pytest.raises(RuntimeError, match=r"\(torch\) failed 3 times .*killed by SIGSEGV"):
-        await machine.fork(warm)
-
-
-async def test_imports_that_do_not_end_have_a_deadline(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm_module, "TRIES", 1)
-    monkeypatch.setattr(sys.modules[__name__], "READY_S", 0.5)
-    warm = machine.make_warm(machine.module("endless_module", "import time\ntime.sleep(600)\n"))
-    with pytest.raises(RuntimeError, match=r"its imports did not end within 0.5 s"):
-        await machine.fork(warm)
-
-
-def test_a_warm_process_dies_with_its_node_also_while_it_imports(tmp_path: Path) -> None:
-    (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
-    program = (
-        "import time\nfrom laminar.actors.system.roles import Needs\n"
-        "from laminar.actors.system.warm import prestart\n"
-        "print(prestart(Needs(['endless_module'], {})).pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    node = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment
-    )
-    assert node.stdout is not None
-    warm = psutil.Process(int(node.stdout.readline()))
-    while warm.name() != "laminar-warm":  # it has begun
-        time.sleep(0.02)
-    node.kill()
-    node.communicate()
-    assert os.waitpid(warm.pid, 0)[1] == signal.SIGKILL
 
 
 NODE = """

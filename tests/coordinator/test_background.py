@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-from laminar.coordinator import background
 from laminar.coordinator.background import ChildBackground
 
 LARGE = 1_000_000
@@ -92,25 +91,6 @@ def test_failure_is_counted_and_told_once(forked: ChildBackground, log: Log) -> 
     assert answer_of(forked, fails) is None and answer_of(forked, fails) is None
     assert forked.failed == {("test", "OSError: disk full"): 2}
     assert log.warnings == [{"what": "test", "reason": "OSError: disk full"}]
-
-
-def test_death_is_counted(forked: ChildBackground) -> None:
-    def dies() -> bytes:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return b""
-
-    assert answer_of(forked, dies) is None
-    assert forked.failed == {("test", "it died"): 1}
-
-
-def test_who_takes_too_long_is_killed(
-    forked: ChildBackground, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background, "DEADLINE_S", 0.05)
-    before = children()
-    assert answer_of(forked, lambda: time.sleep(60) or b"") is None
-    assert forked.failed == {("test", "it took more than 0 s"): 1}
-    nobody_is_left(forked, before)
 
 
 def test_close_ends_what_is_at_work(forked: ChildBackground) -> None:

@@ -3,7 +3,10 @@
 import os
 import signal
 import stat
+import subprocess
 import time
+
+WORDS = ("work", "killed", "stopped", "memory", "garbage", "hang", "daemon")
 
 
 def act(word):
@@ -13,7 +16,9 @@ def act(word):
         os.kill(os.getpid(), signal.SIGSTOP)
     if word == "memory":
         bytearray(1 << 46)
-    if word == "hang":
+    if word == "daemon":
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if word in ("hang", "daemon"):
         time.sleep(1000)
     if word == "garbage":
         for fd in range(3, 64):

@@ -4,7 +4,6 @@ without its parent. A kind is one entry of KINDS."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import os
 import re
@@ -16,55 +15,52 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import structlog
 
 from laminar.actors.system import warm
 from laminar.actors.system.roles import Needs
-from laminar.config import load_config
 from laminar.coordinator import background
 from laminar.coordinator.background import ChildBackground
 from laminar.coordinator.strategy import StrategyWorker
-from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.names.ids import GroupId
 from laminar.run.child_channel import MAGIC, ChildLost
-from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.session_process import ToolRequest
 from laminar.tasks.import_check import check_import
-from laminar.tasks.rewards.results import FunctionSpec, RewardCall, RewardSpec
-from laminar.tasks.rewards.worker_pool import RewardPool
 from laminar.tasks.sandbox.sandbox import Sandbox, permit_unsafe
 from laminar.training.rank_processes import RankProcesses
 from tests.actors.test_warm import Machine
+from tests.coordinator.test_strategy import question
 from tests.run import child_faults
+from tests.run.child_faults import WORDS, act
+from tests.tasks.rewards.test_worker_pool import call, pool_of, spec_for
+from tests.training.test_rank_processes import Told
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 2.0  #: of a use of a child that has started
-ROW = PromptRow(0, "q", "a", {}, "test")
-
+FAULTS = ("killed", "stopped", "memory", "garbage")
+#: The file of each kind with user code.
 SOURCE = """
-from tests.run.child_faults import act
+from tests.run.child_faults import WORDS, act
 
-def reward(completion):
-    return act(completion)
+def compute_score(solution_str):
+    return act(solution_str)
 
 def choose(candidates, count):
-    act(candidates[0]["group"])
+    act(WORDS[count])
     return []
 
 class Environment:
-    def reset(self):
-        pass
+    def reset(self): pass
 
     def use(self, word: str):
-        return str(act(word))
+        return act(word)
 """
-
-Use = Callable[[str], Awaitable[str]]
+Use = Callable[[str], Awaitable[Any]]
 """Has the child do what a word says, and returns what its user is told."""
 
 
@@ -76,28 +72,19 @@ def write_source(folder: Path, more: str = "") -> str:
 
 @asynccontextmanager
 async def reward_worker(folder: Path) -> AsyncIterator[Use]:
-    function = FunctionSpec("custom", style="single", path=write_source(folder), name="reward")
-    pool = RewardPool(RewardSpec("trajectory", [function]), timeout_s=LIMIT_S, max_retries=0)
-    await pool.start()
-
-    async def use(word: str) -> str:
-        (found,) = await pool.compute_rewards(RewardCall(ROW, [(word, [1])]))
-        return f"{found.reward} {found.reason} {found.detail}"
-
-    yield use
-    await pool.close()
+    async with pool_of(spec_for(folder, SOURCE), timeout_s=LIMIT_S, max_retries=0) as pool:
+        yield lambda word: pool.compute_rewards(call(word))
 
 
 @asynccontextmanager
 async def environment(folder: Path) -> AsyncIterator[Use]:
     pool = SessionPool(write_source(folder), "")
 
-    async def use(word: str) -> str:
+    async def use(word: str) -> Any:
         session = await pool.open()
-        await session.reset(ROW, 1, 60.0)
+        await session.reset(call("x").row, 1, 60.0)
         try:
-            reply = await session.send_request(ToolRequest("use", f'{{"word": "{word}"}}'), LIMIT_S)
-            return str(reply)
+            return await session.send_request(ToolRequest("use", f'{{"word": "{word}"}}'), LIMIT_S)
         finally:
             session.kill()
 
@@ -107,17 +94,13 @@ async def environment(folder: Path) -> AsyncIterator[Use]:
 
 @asynccontextmanager
 async def rank(folder: Path) -> AsyncIterator[Use]:
-    words = ["model.name=m", "data.dataset=gcd", "trainer.ranks=2"]
-    times = ("heartbeat_ms=100", "lease_ms=1000", f"node_lease_ms={LIMIT_S * 1000:.0f}")
-    config = load_config([], [*words, *(f"coordinator.{time}" for time in times)])
     ranks: list[RankProcesses] = []
 
-    async def use(word: str) -> str:
+    async def use(word: str) -> Any:
         if not ranks or ranks[-1]._error is not None:  # as after the trainer's restart
-            program = ["tests.training.rank_program", ""]
-            ranks.append(RankProcesses(config, program, lock=None, lost=id, say=id))
+            ranks.append(Told(2).gang)
             await ranks[-1].start()
-        return str(await ranks[-1].call_ranks(word.encode()))
+        return await ranks[-1].call_ranks(word.encode())
 
     yield use
     for each in ranks:
@@ -131,13 +114,13 @@ async def warm_process(folder: Path) -> AsyncIterator[Use]:
     machine = Machine(folder / "run", folder / "modules")
     os.environ["PYTHONPATH"] = f"{ROOT}:{machine.modules}"
 
-    async def use(word: str) -> str:
+    async def use(word: str) -> Any:
         source = f"from tests.run.child_faults import act\nact({word!r})\n"
         needs = Needs([machine.module(f"acts_{word}", source)], {})
         ready_s = LIMIT_S if word == "stopped" else 60.0
         process = warm.WarmProcess("torch", needs, structlog.get_logger(), ready_s=ready_s)
         machine.warm.append(process)
-        return str((await machine.fork(process)).pid)
+        return (await machine.fork(process)).pid
 
     yield use
     await machine.close()
@@ -148,32 +131,26 @@ async def strategy(folder: Path) -> AsyncIterator[Use]:
     answers = asyncio.Queue[ev.BatchProposed]()
     worker = StrategyWorker(f"{write_source(folder)}:choose", answers.put_nowait)
 
-    async def use(word: str) -> str:
-        candidate = cmd.BatchCandidate(
-            group=GroupId(word), row_index=0, deadline=5, step=3, order=0, num_tokens=1, rewards=()
-        )
-        ask = cmd.ProposeBatch(to="strategy", step_index=1, count=1, candidates=(candidate,))
-        worker.propose_batch(ask)
-        with contextlib.suppress(TimeoutError):
-            return f"answer {(await asyncio.wait_for(answers.get(), LIMIT_S)).detail}"
-        await worker.close()  # the step's deadline is the core's
-        return "late"
+    async def use(word: str) -> Any:
+        worker.propose_batch(msgspec.structs.replace(question(), count=WORDS.index(word)))
+        try:
+            return await asyncio.wait_for(answers.get(), LIMIT_S)
+        finally:
+            await worker.close()  # the step's deadline is the core's
 
     yield use
-    await worker.close()
 
 
 @asynccontextmanager
 async def background_work(folder: Path) -> AsyncIterator[Use]:
-    forked, answers = ChildBackground(structlog.get_logger()), list[bytes | None]()
+    forked, answers = ChildBackground(structlog.get_logger()), list[Any]()
 
-    async def use(word: str) -> str:
-        count = len(answers)
-        forked.run(word, 1 << 30, lambda: str(child_faults.act(word)).encode(), answers.append)
-        while len(answers) == count:
+    async def use(word: str) -> Any:
+        forked.run(word, 1 << 30, lambda: b"%d" % act(word), answers.append)
+        while not answers:
             await asyncio.sleep(0.01)
             forked.collect_results()
-        return str([answers[-1], *(reason for what, reason in forked.failed if what == word)])
+        return [answers.pop(), *(reason for what, reason in forked.failed if what == word)]
 
     yield use
     forked.close()
@@ -181,24 +158,16 @@ async def background_work(folder: Path) -> AsyncIterator[Use]:
 
 @asynccontextmanager
 async def isolated_import(folder: Path) -> AsyncIterator[Use]:
-    async def use(word: str) -> str:
-        path = write_source(folder, f"\nact({word!r})")
-        await asyncio.to_thread(check_import, path, "reward.path", LIMIT_S)
-        return "imported"
-
-    yield use
+    yield lambda word: asyncio.to_thread(
+        check_import, write_source(folder, f"\nact({word!r})"), "reward.path", LIMIT_S
+    )
 
 
 @asynccontextmanager
 async def sandbox(folder: Path) -> AsyncIterator[Use]:
     permit_unsafe(True)
-    made = Sandbox(seconds=LIMIT_S)
-
-    async def use(word: str) -> str:
-        program = f"{Path(child_faults.__file__).read_text()}\nact({word!r})"
-        return str(await asyncio.to_thread(made.run, program))
-
-    yield use
+    made, source = Sandbox(seconds=LIMIT_S), Path(child_faults.__file__).read_text()
+    yield lambda word: asyncio.to_thread(made.run, f"{source}\nact({word!r})")
 
 
 Kind = Callable[[Path], Any]
@@ -208,12 +177,11 @@ KINDS: dict[Kind, tuple[str, str, str, str]] = {
     environment: ("killed by SIGKILL", "TimeoutError", "MemoryError", "something else"),
     rank: ("killed by SIGKILL", "silent for 2 s", "MemoryError", "something else"),
     warm_process: ("killed by SIGKILL", "did not end within", r"\d+", "something else"),
-    strategy: ("killed by SIGKILL", "late", "MemoryError", "something else"),
+    strategy: ("killed by SIGKILL", "TimeoutError", "MemoryError", "something else"),
     background_work: ("it died", "more than 2 s", "MemoryError", "something else"),
-    isolated_import: ("killed by SIGKILL", "not imported within", "imported", "something else"),
+    isolated_import: ("killed by SIGKILL", "not imported within", "None", "something else"),
     sandbox: ("killed by SIGKILL", "stopped after", "MemoryError", "ended its process"),
 }
-FAULTS = ("killed", "stopped", "memory", "garbage")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -227,17 +195,22 @@ async def test_a_child_that_fails_is_named_and_replaced(
     before = descendants(os.getpid())
     async with asyncio.timeout(60), kind(tmp_path) as use:
         try:
-            told = await use(fault)
+            told = repr(await use(fault))
         except Exception as error:
             told = repr(error)
         assert re.search(KINDS[kind][FAULTS.index(fault)], told), told
-        assert await use("work")
+        await use("work")
     await asyncio.to_thread(wait_for_end, set(descendants(os.getpid())) - set(before))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_child_dies_with_its_parent(kind: Kind, tmp_path: Path) -> None:
-    words = (kind.__name__, str(tmp_path))
+GUARDED = (reward_worker, environment, strategy, isolated_import)
+PARENTS = [*((kind, False) for kind in KINDS), (environment, True)]
+
+
+@pytest.mark.parametrize(("kind", "both"), PARENTS)
+def test_a_child_dies_with_its_parent(kind: Kind, both: bool, tmp_path: Path) -> None:
+    """With its daemon, if it has a guard; `both`: its fork server is killed at the same time."""
+    words = (kind.__name__, str(tmp_path), "daemon" if kind in GUARDED else "hang")
     program = f"from tests.run import test_child_processes as tests; tests.own(*{words})"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -245,19 +218,26 @@ def test_a_child_dies_with_its_parent(kind: Kind, tmp_path: Path) -> None:
     ) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == b"hangs\n"
         left = descendants(owner.pid)
-        owner.kill()
-    assert left
+        assert ("sleep" in [process.name() for process in left]) == (kind in GUARDED)
+        killed = [psutil.Process(owner.pid)]
+        if both:
+            (session,) = (p for p in left if p.children() and not p.children()[0].children())
+            killed += session.parents()[:1]
+        for process in killed:
+            process.suspend()  # neither learns of the other's end
+        for process in killed:
+            process.kill()
     wait_for_end(left)
 
 
-def own(name: str, folder: str) -> None:
+def own(name: str, folder: str, word: str) -> None:
     """Start a child that hangs, and say so."""
     global LIMIT_S
     LIMIT_S = 600.0
 
     async def run() -> None:
         async with globals()[name](Path(folder)) as use:
-            hangs = asyncio.ensure_future(use("hang"))
+            hangs = asyncio.ensure_future(use(word))
             done, _ = await asyncio.wait({hangs}, timeout=3.0)
             print("ended" if done else "hangs", flush=True)
             await hangs

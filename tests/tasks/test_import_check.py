@@ -26,10 +26,6 @@ def refusal(tmp_path: Path, source: str) -> str:
     return str(caught.value)
 
 
-def test_a_file_that_hangs_has_a_deadline(tmp_path: Path) -> None:
-    assert "not imported within 1 s" in refusal(tmp_path, "import time; time.sleep(600)\n")
-
-
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_file_that_ends_its_process(tmp_path: Path, code: int) -> None:
     assert f"exit code {code}" in refusal(tmp_path, f"import os; os._exit({code})\n")

@@ -30,7 +30,7 @@ import msgspec
 
 from laminar.names.process_end import describe_exit
 from laminar.run.child_channel import BlockingChannel, Forked, Ready
-from laminar.run.child_process import connect_parent, fork_child, isolate_output
+from laminar.run.child_process import connect_user_code, fork_child
 from laminar.run.memory_limit import limit_memory
 from laminar.run.process_guard import adopt_orphans, kill_children, list_children
 from laminar.run.user_file import describe_error, replace_surrogates
@@ -101,8 +101,7 @@ Reply = TextReply | RewardReply
 
 
 def main(fd: str, parent: str) -> None:
-    control = BlockingChannel(connect_parent(fd, parent))
-    isolate_output()
+    control = connect_user_code(fd, parent)
     if (start := control.receive(ForkServerStart)) is None:
         return
     permit_unsafe(start.unsafe)

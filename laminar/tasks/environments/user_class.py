@@ -22,8 +22,8 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
-from laminar.run.child_channel import BlockingChannel, ChildLost, Ready
-from laminar.run.child_process import call_isolated, connect_parent, isolate_output
+from laminar.run.child_channel import Ready
+from laminar.run.child_process import call_isolated, connect_user_code
 from laminar.tasks.rewards.results import format_names
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S, import_file
 from laminar.tasks.sandbox.sandbox import permit_unsafe
@@ -97,18 +97,15 @@ def tool_names(found: type) -> list[str]:
 def load_declaration(env: EnvConfig, limit_s: float = IMPORT_TIMEOUT_S) -> ClassDeclaration:
     """Load the declaration in a process that the user's file may hang or end; raise ConfigError."""
     words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
-    try:
-        facts = call_isolated("laminar.tasks.environments.user_class", words, limit_s)
-    except TimeoutError:
-        raise ConfigError(
-            f"env.path = {env.path!r} was not imported within {limit_s:g} s; move slow or "
-            "blocking code into reset"
-        ) from None
-    except ChildLost as lost:
-        raise ConfigError(
-            f"env.path = {env.path!r} ends the process that imports it ({lost}); a file with an "
-            "environment must not end its process"
-        ) from None
+    facts = call_isolated(
+        "laminar.tasks.environments.user_class",
+        words,
+        limit_s,
+        late=f"env.path = {env.path!r} was not imported within {limit_s:g} s; move slow or "
+        "blocking code into reset",
+        ended=f"env.path = {env.path!r} ends the process that imports it",
+        advice="a file with an environment must not end its process",
+    )
     return ClassDeclaration(**facts)
 
 
@@ -137,8 +134,7 @@ def build_schemas(found: type, path: str) -> Schemas:
 
 
 def main(fd: str, parent: str, path: str, name: str, *permission: str) -> None:
-    channel = BlockingChannel(connect_parent(fd, parent))
-    isolate_output()
+    channel = connect_user_code(fd, parent)
     permit_unsafe(bool(permission))
     with channel.refuse_errors():
         found = load_class(path, name)

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.run.child_channel import BlockingChannel, Ready
-from laminar.run.child_process import connect_parent, isolate_output
+from laminar.run.child_channel import Ready
+from laminar.run.child_process import connect_user_code
 from laminar.run.fail_points import RUN_VARIABLE, FailPoints
 from laminar.run.user_file import describe_error
 from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardSpec, Scorer
@@ -35,8 +35,7 @@ class CallScored(msgspec.Struct, tag="scored"):
 
 
 def main(fd: str, parent: str) -> None:
-    channel = BlockingChannel(connect_parent(fd, parent))
-    isolate_output()
+    channel = connect_user_code(fd, parent)
     if (spec := channel.receive(RewardSpec)) is None:
         return
     with channel.refuse_errors():
