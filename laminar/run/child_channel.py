@@ -162,12 +162,14 @@ class Channel:
         Descriptors cannot wait, so their message ends the channel if earlier ones are unsent."""
         if self.ended.done():
             return
-        if not self._unsent:
-            self._loop.add_writer(self._socket, self._flush)
-        elif descriptors:
+        if self._unsent and descriptors:
             return self.end(ChildLost("it accepts no requests"))
+        is_waiting = bool(self._unsent)
         self._unsent += encode_frame(message)
-        self._flush(descriptors)
+        if not is_waiting:
+            self._flush(descriptors)
+            if self._unsent and not self.ended.done():
+                self._loop.add_writer(self._socket, self._flush)
 
     async def ask(
         self, request: Any, timeout_s: float | None, descriptors: Sequence[int] = ()
@@ -210,8 +212,11 @@ class Channel:
 
     def _flush(self, descriptors: Sequence[int] = ()) -> None:
         try:
-            with memoryview(self._unsent) as unsent:
-                sent = socket.send_fds(self._socket, [unsent], descriptors)
+            with memoryview(self._unsent) as data:
+                if descriptors:
+                    sent = socket.send_fds(self._socket, [data], descriptors)
+                else:
+                    sent = self._socket.send(data)
         except BlockingIOError:
             if descriptors:
                 self.end(ChildLost("it accepts no requests"))

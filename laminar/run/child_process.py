@@ -194,9 +194,9 @@ class Child(ChildProcess):
             try:
                 await asyncio.wait({self._exit}, timeout=END_S)
             finally:
-                self._kill_group()
-        else:
-            self.kill()
+                if self.returncode is None:
+                    self._kill_group()
+        self.kill()
         await self.wait()
 
     def describe_end(self) -> str:

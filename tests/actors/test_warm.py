@@ -174,50 +174,6 @@ async def test_what_cannot_be_imported_is_left_to_the_actor_that_needs_it(machin
     assert said == [["no_such_module: ModuleNotFoundError: No module named 'no_such_module'"]]
 
 
-NODE = """
-import asyncio, sys
-from pathlib import Path
-import structlog
-from laminar.run.process_guard import adopt_orphans
-from laminar.actors.system.roles import Needs
-from laminar.actors.system.warm import WarmProcess
-from laminar.actors.system.warm_process import Launch
-from laminar.run.lock import RunLock
-
-async def main() -> None:
-    adopt_orphans()
-    warm = WarmProcess("torch", Needs([], {}), structlog.get_logger(), ready_s=60)
-    launch = Launch(
-        run_dir=sys.argv[1], name="relay-0", role="relay", node="node-0", address="127.0.0.1",
-        environment={},
-    )
-    actor = await warm.fork_actor(launch, 0, RunLock.join(Path(sys.argv[1]), "node-0").fd)
-    print("pids", actor.pid, warm.pid, flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-async def test_an_actor_dies_with_its_node_whatever_it_does(machine: Machine) -> None:
-    """It stands still here, and its standard input stays open."""
-    node = subprocess.Popen(
-        [sys.executable, "-c", NODE, str(machine.run_dir)],
-        stdin=machine.stdin,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert node.stdout is not None
-    words = next(line.split() for line in node.stdout if line.startswith("pids"))
-    pid, warm = map(int, words[1:])
-    await until(lambda: "relay-0" in [holder.name for holder in holders(machine.run_dir)])
-    os.kill(pid, signal.SIGSTOP)
-    node.kill()
-    node.communicate()
-    assert [os.waitpid(each, 0)[1] for each in (pid, warm)] == [signal.SIGKILL] * 2
-
-
 def test_an_actor_of_which_its_node_was_not_told_never_begins(tmp_path: Path) -> None:
     """Its warm process has died between two words; the successor forks another one."""
     ours, theirs = socket.socketpair()

@@ -27,12 +27,13 @@ from laminar.coordinator.background import ChildBackground
 from laminar.coordinator.strategy import StrategyWorker
 from laminar.events import events as ev
 from laminar.run.child_channel import MAGIC, ChildLost
+from laminar.run.process_guard import adopt_orphans
 from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.session_process import ToolRequest
 from laminar.tasks.import_check import check_import
 from laminar.tasks.sandbox.sandbox import Sandbox, permit_unsafe
 from laminar.training.rank_processes import RankProcesses
-from tests.actors.test_warm import Machine
+from tests.actors.test_warm import Machine, parent_of_orphans  # noqa: F401 - autouse
 from tests.coordinator.test_strategy import question
 from tests.run import child_faults
 from tests.run.child_faults import WORDS, act
@@ -203,44 +204,58 @@ async def test_a_child_that_fails_is_named_and_replaced(
     await asyncio.to_thread(wait_for_end, set(descendants(os.getpid())) - set(before))
 
 
-GUARDED = (reward_worker, environment, strategy, isolated_import)
-PARENTS = [*((kind, False) for kind in KINDS), (environment, True)]
+DAEMON = (reward_worker, environment, strategy, isolated_import)
+"""Kinds with a guard, which ends daemons of user code."""
+DIES = (rank, warm_process, background_work)
+"""Kinds that the kernel ends with their parent, even if they stand still."""
+PARENTS = [
+    *((kind, "daemon" if kind in DAEMON else "hang", False) for kind in KINDS),
+    (warm_process, "work", False),  # has forked an actor
+    (environment, "daemon", True),
+]
 
 
-@pytest.mark.parametrize(("kind", "both"), PARENTS)
-def test_a_child_dies_with_its_parent(kind: Kind, both: bool, tmp_path: Path) -> None:
-    """With its daemon, if it has a guard; `both`: its fork server is killed at the same time."""
-    words = (kind.__name__, str(tmp_path), "daemon" if kind in GUARDED else "hang")
+@pytest.mark.parametrize(("kind", "word", "both"), PARENTS)
+def test_a_child_dies_with_its_parent(kind: Kind, word: str, both: bool, tmp_path: Path) -> None:
+    """`both`: its fork server is killed at the same time."""
+    words = (kind.__name__, str(tmp_path), word)
     program = f"from tests.run import test_child_processes as tests; tests.own(*{words})"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
+    owner = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment
-    ) as owner:
-        assert owner.stdout is not None and owner.stdout.readline() == b"hangs\n"
+    )
+    try:
+        assert owner.stdout is not None and b"begun\n" in owner.stdout
         left = descendants(owner.pid)
-        assert ("sleep" in [process.name() for process in left]) == (kind in GUARDED)
+        assert ("sleep" in [process.name() for process in left]) == (kind in DAEMON)
+        assert len(left) > (word == "work"), left
         killed = [psutil.Process(owner.pid)]
         if both:
             (session,) = (p for p in left if p.children() and not p.children()[0].children())
             killed += session.parents()[:1]
-        for process in killed:
-            process.suspend()  # neither learns of the other's end
+        for process in [*killed, *(left if kind in DIES else ())]:
+            process.suspend()  # none learns of another's end
         for process in killed:
             process.kill()
+    finally:
+        owner.kill()
+        owner.communicate()
     wait_for_end(left)
 
 
 def own(name: str, folder: str, word: str) -> None:
-    """Start a child that hangs, and say so."""
+    """Use a child, and say so."""
     global LIMIT_S
     LIMIT_S = 600.0
+    adopt_orphans()
 
     async def run() -> None:
         async with globals()[name](Path(folder)) as use:
-            hangs = asyncio.ensure_future(use(word))
-            done, _ = await asyncio.wait({hangs}, timeout=3.0)
-            print("ended" if done else "hangs", flush=True)
-            await hangs
+            used = asyncio.ensure_future(use(word))
+            await asyncio.sleep(3.0)
+            print("begun", flush=True)
+            await used
+            await asyncio.sleep(600.0)
 
     asyncio.run(run())
 
@@ -263,8 +278,8 @@ import sys
 import msgspec
 
 from laminar.run import child_channel
-from laminar.run.child_channel import BlockingChannel, Ready
-from laminar.run.child_process import Child, connect_parent, spawn
+from laminar.run.child_channel import Ready
+from laminar.run.child_process import Child, connect_user_code, spawn
 
 class Numbers(msgspec.Struct, tag="numbers"):
     numbers: list[int]
@@ -280,14 +295,11 @@ async def add(numbers, version):
     finally:
         await child.close()
 
-def main(fd, parent, version):
-    channel = BlockingChannel(connect_parent(fd, parent))
-    child_channel.MAGIC = child_channel.MAGIC[:-1] + bytes([int(version)])
+if __name__ == "__main__":
+    channel = connect_user_code(*sys.argv[1:3])
+    child_channel.MAGIC = child_channel.MAGIC[:-1] + bytes([int(sys.argv[3])])
     channel.send(Ready())
     channel.serve_requests(Numbers, lambda request: Total(sum(request.numbers)))
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
 """
 
 

@@ -324,16 +324,17 @@ async def test_a_function_that_does_not_load_fails_the_start(spec, tmp_path):
         await RewardPool(spec).start()
 
 
-async def test_a_worker_that_dies_while_loading_fails_the_start(spec, tmp_path):
-    (tmp_path / "reward.py").write_text("import os; os._exit(7)")
-    with pytest.raises(RewardWorkerLost, match="exit code 7"):
-        await RewardPool(spec, workers=2).start()
-
-
-async def test_a_worker_that_does_not_finish_loading_fails_the_start(spec, tmp_path):
-    (tmp_path / "reward.py").write_text("import time; time.sleep(1000)")
-    with pytest.raises(RewardWorkerLost, match=r"did not load within 0\.3 s"):
-        await RewardPool(spec, start_timeout_s=0.3).start()
+@pytest.mark.parametrize(
+    ("source", "limit_s", "said"),
+    [
+        ("import os; os._exit(7)", 60.0, "exit code 7"),
+        ("import time; time.sleep(1000)", 0.3, r"did not load within 0\.3 s"),
+    ],
+)
+async def test_a_worker_that_does_not_load_fails_the_start(spec, tmp_path, source, limit_s, said):
+    (tmp_path / "reward.py").write_text(source)
+    with pytest.raises(RewardWorkerLost, match=said):
+        await RewardPool(spec, workers=2, start_timeout_s=limit_s).start()
 
 
 async def test_a_file_that_breaks_later_is_a_lost_worker(spec, tmp_path):
