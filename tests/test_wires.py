@@ -3,9 +3,9 @@ default."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import re
+import socket
 import typing
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -22,10 +22,11 @@ from laminar.events import codec
 from laminar.events.commands import ALL_COMMANDS, Envelope
 from laminar.events.events import ALL_EVENTS
 from laminar.net import frames
+from laminar.run.child_channel import BlockingChannel, Forked, Ready, Refused
 from laminar.storage import messages as store
-from laminar.tasks import pipe_frames
+from laminar.tasks.environments import session_process
 from laminar.tasks.rewards import worker
-from laminar.tasks.rewards.results import RewardCall
+from laminar.tasks.rewards.results import RewardCall, RewardSpec
 from laminar.training import rank_processes
 from laminar.weights import messages as relay
 from laminar.weights.chain import wire as chain
@@ -33,7 +34,6 @@ from laminar.weights.version.manifest import Draft, Probe, unseal_manifest
 from tools.kit.manifest_samples import PROBE, build
 
 LIMIT = 1 << 20
-_encode = msgspec.msgpack.encode
 
 
 # --- a message in which every field has a value of its own, made from the types ----------------
@@ -126,26 +126,11 @@ def over_the_chain(decoder: Any) -> Callable[[Any], Any]:
     return there_and_back
 
 
-def to_the_worker(message: Any) -> Any:
-    """A frame is a length and a body, of which the reader knows the type."""
-    data = pipe_frames.encode_frame(message)
-    (length,) = pipe_frames.LENGTH.unpack_from(data)
-    assert length == len(data) - pipe_frames.LENGTH.size
-    return msgspec.msgpack.decode(data[pipe_frames.LENGTH.size :], type=type(message))
-
-
-def from_the_worker(message: Any) -> Any:
-    body = pipe_frames.encode_frame(message)[pipe_frames.LENGTH.size :]
-    return msgspec.msgpack.decode(body, type=worker.Reply)
-
-
-def over_a_socket(kind: Any) -> Callable[[Any], Any]:
-    async def received(message: Any) -> Any:
-        reader = asyncio.StreamReader()
-        reader.feed_data(rank_processes.frame_message(message))
-        return await rank_processes.receive_message(reader, kind)
-
-    return lambda message: asyncio.run(received(message))
+def to_a_child(message: Any) -> Any:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        BlockingChannel(ours).send(message)
+        return BlockingChannel(theirs).receive(type(message))
 
 
 def through_the_log(message: Any) -> Any:
@@ -172,18 +157,11 @@ WIRES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "relay replies": (kinds_of(relay.Reply), lambda m: relay.decode_reply(relay.encode(m))),
     "chain forward": (kinds_of(chain.FromPredecessor), over_the_chain(chain.predecessor_decoder)),
     "chain back": (kinds_of(chain.FromSuccessor), over_the_chain(chain.successor_decoder)),
-    "to a reward worker": ((worker.WorkerStart, RewardCall), to_the_worker),
-    "from a reward worker": (kinds_of(worker.Reply), from_the_worker),
-    "to a rank": ((rank_processes.OrderMessage,), over_a_socket(rank_processes.OrderMessage)),
-    "from a rank": (kinds_of(rank_processes.Reply), over_a_socket(rank_processes.Reply)),
-    "to a warm process": (
-        (warm_process.Launch,),
-        lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Launch),
-    ),
-    "from a warm process": (
-        kinds_of(warm_process.Answer),
-        lambda m: msgspec.msgpack.decode(_encode(m), type=warm_process.Answer),
-    ),
+    "from any child": ((Ready, Refused, Forked), to_a_child),
+    "reward worker": ((RewardSpec, RewardCall, worker.CallScored), to_a_child),
+    "environment": (kinds_of(session_process.Request | session_process.Reply), to_a_child),
+    "rank": ((rank_processes.OrderMessage, *kinds_of(rank_processes.Reply)), to_a_child),
+    "warm process": ((warm_process.Launch,), to_a_child),
     "log records": ((record.SegmentHeader, *kinds_of(record.LaterRecord)), through_the_log),
 }
 CASES = [

@@ -19,7 +19,6 @@ from laminar.actors.host import Host
 from laminar.actors.node import Node
 from laminar.actors.system.process import run_actors
 from laminar.actors.system.processes import MachineProcesses
-from laminar.actors.system.warm import PrestartedProcess
 from laminar.cli.arguments import CommandParser
 from laminar.config import Config, ConfigError
 from laminar.launch.exit_handling import exit_code, print_error
@@ -29,6 +28,7 @@ from laminar.net.addresses import own_ip, route_to
 from laminar.net.client import coordinator_address
 from laminar.net.session import RunOver
 from laminar.observe.hardware import describe_hardware
+from laminar.run.child_process import Spawned
 from laminar.run.directory import COORDINATOR_FILE, run_config
 from laminar.run.lock import RunLock
 from laminar.run.permissions import check_private
@@ -41,9 +41,7 @@ def main() -> None:
     sys.exit(exit_code("laminar-node", run_node, daemon=True))
 
 
-def run_node(
-    words: Sequence[str] | None = None, seeds: Mapping[str, PrestartedProcess] | None = None
-) -> int:
+def run_node(words: Sequence[str] | None = None, seeds: Mapping[str, Spawned] | None = None) -> int:
     """Run a node until it has ended; `seeds`: warm processes that it takes over, by kind."""
     parser = CommandParser(prog="laminar-node", description=__doc__.split("\n")[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")

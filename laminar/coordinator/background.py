@@ -1,11 +1,11 @@
 """Background work on a large state, in a forked process with a copy of the state.
 
 Reads   whatever the work reads, in a copy of this process's memory
-Gives   ForkedBackground (ports.Background): the results, some ticks later
+Gives   ChildBackground (ports.Background): the results, some ticks later
 Writes  only the files of the work itself
 
 The coordinator pays for the fork (some milliseconds, for the page tables) and continues. The child
-does pure work, answers through a pipe and ends without cleanup: its parent's sockets, threads and
+does pure work, sends its result and ends without cleanup: its parent's sockets, threads and
 files are left alone, and it dies with its parent. A child that fails, dies or takes too long is
 counted, logged once per reason, and changes nothing else.
 """
@@ -15,12 +15,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from laminar.run.parent_death import die_with_parent
+import msgspec
+
+from laminar.run.child_channel import BlockingChannel, ChildLost, Refused
+from laminar.run.child_process import fork_child
 
 INLINE_MAX = 8_192
 """The number of trajectories up to which the work is done inline.
@@ -29,50 +33,56 @@ A fork and its page faults cost this process more than hashing them, which takes
 DEADLINE_S = 120.0
 """The timeout: a snapshot of the largest state on a slow disk, and a segment compressed."""
 ANSWER_MAX = 4_096
-"""The maximum bytes of a result; it fits the pipe, so the child never waits for its reader."""
-_OK, _FAILED = b"+", b"-"
+"""The maximum bytes of a reason; it fits the socket, so the child never waits for its reader."""
 
 
-class _Child:
-    """A working child process, and the parent's end of its pipe."""
+class WorkResult(msgspec.Struct, tag="result"):
+    body: bytes
 
-    def __init__(self, what: str, pid: int, fd: int, done: Callable[[bytes | None], None]) -> None:
-        self.what, self.pid, self.fd, self.done = what, pid, fd, done
+
+class _Worker:
+    """A working child process, and the parent's end of its channel."""
+
+    def __init__(
+        self, what: str, pid: int, end: socket.socket, done: Callable[[bytes | None], None]
+    ) -> None:
+        self.what, self.pid, self.done = what, pid, done
         self.deadline = time.monotonic() + DEADLINE_S
-        self.answer = b""
+        self.answer: WorkResult | Refused | None = None
         self.killed = False
+        self._channel = BlockingChannel(end)
 
     def poll_exit(self) -> bool:
-        """Return whether it has ended, with all output in `answer`; kill it after its timeout."""
+        """Return whether it has ended, with its message in `answer`; kill it after its timeout."""
         if time.monotonic() > self.deadline:
             self.kill_process()
-            self.answer = _FAILED + f"it took more than {DEADLINE_S:.0f} s".encode()
+            self.answer = Refused(f"it took more than {DEADLINE_S:.0f} s")
             return True
-        try:
-            self.answer += os.read(self.fd, ANSWER_MAX)
-        except BlockingIOError:
-            return False
         if not self.try_reap():
             return False
-        os.close(self.fd)
+        try:
+            with self._channel.socket:
+                self.answer = self._channel.receive(WorkResult | Refused)
+        except ChildLost as error:
+            self.answer = Refused(str(error))
         return True
 
     def kill_process(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        os.close(self.fd)
+        self._channel.socket.close()
         self.killed = True
 
     def try_reap(self) -> bool:
         return os.waitpid(self.pid, os.WNOHANG)[0] != 0
 
 
-class ForkedBackground:
+class ChildBackground:
     """A Background that forks for large states and works inline on small ones."""
 
     def __init__(self, log: Any, here_max: int = INLINE_MAX) -> None:
         self._log, self._here_max = log, here_max
-        self._children: list[_Child] = []
-        self._killed: list[_Child] = []  #: killed children that are not yet reaped
+        self._children: list[_Worker] = []
+        self._killed: list[_Worker] = []  #: killed children that are not yet reaped
         self.failed: Counter[tuple[str, str]] = Counter()  #: failures by work and reason
 
     def can_run_inline(self, size: int) -> bool:
@@ -83,17 +93,15 @@ class ForkedBackground:
     ) -> None:
         if self.can_run_inline(size):
             return done(work())
-        reading, writing = os.pipe()
-        try:
-            pid = _fork_child(work, writing)
-        except OSError as error:
-            os.close(reading)
-            self._record_failure(what, str(error))
-            return done(None)
-        finally:
-            os.close(writing)
-        os.set_blocking(reading, False)
-        self._children.append(_Child(what, pid, reading, done))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid = fork_child(lambda: _send_result(work, theirs))
+            except OSError as error:
+                ours.close()
+                self._record_failure(what, str(error))
+                return done(None)
+        self._children.append(_Worker(what, pid, ours, done))
 
     def collect_results(self) -> None:
         """Deliver the results that have arrived."""
@@ -101,10 +109,10 @@ class ForkedBackground:
         for child in [child for child in self._children if child.poll_exit()]:
             self._children.remove(child)
             self._killed += [child] if child.killed else []
-            if child.answer.startswith(_OK):
-                child.done(child.answer[1:])
+            if isinstance(child.answer, WorkResult):
+                child.done(child.answer.body)
                 continue
-            self._record_failure(child.what, child.answer[1:].decode(errors="replace") or "it died")
+            self._record_failure(child.what, child.answer.reason if child.answer else "it died")
             child.done(None)
 
     def close(self) -> None:
@@ -120,33 +128,11 @@ class ForkedBackground:
             self._log.warning("background-work-failed", what=what, reason=why)
 
 
-def _fork_child(work: Callable[[], bytes], writing: int) -> int:
-    """Fork a child with signals blocked; return its pid.
-
-    Signal handlers of the child would use the parent's loop."""
-    parent, signals = os.getpid(), signal.valid_signals()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+def _send_result(work: Callable[[], bytes], end: socket.socket) -> None:
+    gc.disable()  # a collection would touch, and so copy, all memory
+    answer: WorkResult | Refused
     try:
-        pid = os.fork()
-        if pid == 0:
-            _run_child(work, writing, parent)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
-
-
-def _run_child(work: Callable[[], bytes], writing: int, parent: int) -> NoReturn:
-    """Run the work in the child and exit."""
-    try:
-        gc.disable()  # a collection would touch, and so copy, all memory
-        die_with_parent(parent)
-        os.write(writing, _compute_result(work))
-    finally:
-        os._exit(0)
-
-
-def _compute_result(work: Callable[[], bytes]) -> bytes:
-    try:
-        return _OK + work()
+        answer = WorkResult(work())
     except Exception as error:
-        return _FAILED + f"{type(error).__name__}: {error}".encode()[: ANSWER_MAX - 1]
+        answer = Refused(f"{type(error).__name__}: {error}"[:ANSWER_MAX])
+    BlockingChannel(end).send(answer)

@@ -28,7 +28,7 @@ import msgspec
 from laminar.analysis.log.story import last_lines
 from laminar.config import Config, ConfigError, dump_config
 from laminar.coordinator import takeover
-from laminar.coordinator.background import ForkedBackground
+from laminar.coordinator.background import ChildBackground
 from laminar.coordinator.exit_reason import ReplayDiffers
 from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.strategy import StrategyWorker
@@ -159,7 +159,7 @@ class Coordinator:
         self._ended: asyncio.Event = asyncio.Event()
         self._error: BaseException | None = None
         self._observer = on_event
-        self._background = ForkedBackground(self.log)
+        self._background = ChildBackground(self.log)
         self._strategy = StrategyWorker(config.algorithm.batch_strategy, self.report_event)
         events = run_dir / EVENTS_DIR
         disk = RealDisk(events) if events.is_dir() else RealDisk.make_directory(events)

@@ -13,10 +13,11 @@ not run it again.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,11 +26,18 @@ from laminar.core.steps.batching import STRATEGIES
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId
+from laminar.run.child_channel import ChildLost, Ready, Refused
+from laminar.run.child_process import Child, connect_user_code, spawn
 from laminar.run.user_file import load_user_function
 
-LINE_BYTES_MAX = 16 << 20
-"""The maximum answer line of a strategy, group ids only; a user's print must not break the pipe."""
+ANSWER_BYTES_MAX = 16 << 20
+"""The maximum answer of a strategy, group ids only."""
+START_S = 120.0
 DETAIL_CHARS_MAX = 500
+
+
+class StrategyAnswer(msgspec.Struct, tag="answer"):
+    groups: list[str]
 
 
 def load_strategy(reference: str) -> Callable[[list[dict[str, Any]], int], list[str]]:
@@ -46,7 +54,7 @@ class StrategyWorker:
     def __init__(self, reference: str, report: Callable[[ev.BatchProposed], None]) -> None:
         self._reference = "" if reference in STRATEGIES else reference
         self._report = report
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def propose_batch(self, command: cmd.ProposeBatch) -> None:
@@ -64,42 +72,38 @@ class StrategyWorker:
         """End the process; the next question starts a new one."""
         process, self._process = self._process, None
         if process is not None:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            await process.kill_tree()
 
     async def _ask_strategy(self, command: cmd.ProposeBatch) -> None:
         detail, groups = "", tuple[GroupId, ...]()
         try:
-            groups = await self._exchange_lines(command)
-        except ValueError as error:  # the function's own, or an invalid answer
-            detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            groups = await self._exchange_messages(command)
+        except ValueError as error:  # the file's or function's own, or an invalid answer
+            detail = f"{type(error).__name__}: {error}"
+        except ChildLost as error:
             detail = f"the strategy's process ended: {error}"
             await self._end_process()
+        detail = detail[:DETAIL_CHARS_MAX]
         self._report(ev.BatchProposed(step_index=command.step_index, groups=groups, detail=detail))
 
-    async def _exchange_lines(self, command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
+    async def _exchange_messages(self, command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
         if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "laminar.coordinator.strategy",
-                self._reference,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=LINE_BYTES_MAX,
+            self._process = Child(
+                spawn(
+                    "laminar.coordinator.strategy",
+                    self._reference,
+                    guarded=True,
+                    stderr=subprocess.PIPE,
+                ),
+                StrategyAnswer,
+                on_output=partial(os.write, 2),
+                bytes_max=ANSWER_BYTES_MAX,
             )
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        question = {"candidates": msgspec.to_builtins(command.candidates), "count": command.count}
-        stdin.write(json.dumps(question).encode() + b"\n")
-        await stdin.drain()
-        answer = json.loads(await stdout.readuntil(b"\n"))
-        if "error" in answer:
-            raise ValueError(answer["error"])
-        return _check_offered(answer["groups"], command)
+            await self._process.handshake(START_S)
+        answer = await self._process.channel.ask(command, None)
+        if isinstance(answer, Refused):
+            raise ValueError(answer.reason)
+        return _check_offered(answer.groups, command)
 
 
 def _check_offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
@@ -111,20 +115,22 @@ def _check_offered(groups: list[str], command: cmd.ProposeBatch) -> tuple[GroupI
     return tuple(map(GroupId, groups))
 
 
-def _serve_proposals(reference: str) -> None:
-    """Serve as the child: one JSON line in, one JSON line out; the user's prints go to stderr."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    function = load_strategy(reference)
-    for line in sys.stdin:
-        question = json.loads(line)
+def main(fd: str, parent: str, reference: str) -> None:
+    """Serve as the child, whose user code may print."""
+    channel = connect_user_code(fd, parent)
+    with channel.refuse_errors():
+        function = load_strategy(reference)
+
+    def propose(command: cmd.ProposeBatch) -> StrategyAnswer | Refused:
         try:
-            groups = [str(g) for g in function(question["candidates"], question["count"])]
-            answer: dict[str, Any] = {"groups": groups}
+            groups = function(msgspec.to_builtins(command.candidates), command.count)
+            return StrategyAnswer([str(group) for group in groups])
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=out, flush=True)
+            return Refused(f"{type(error).__name__}: {error}")
+
+    channel.send(Ready())
+    channel.serve_requests(cmd.ProposeBatch, propose)
 
 
 if __name__ == "__main__":
-    _serve_proposals(sys.argv[1])
+    main(*sys.argv[1:])

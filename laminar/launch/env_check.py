@@ -19,8 +19,9 @@ from rich.console import Console
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
 from laminar.launch.reward_check import shorten_text
+from laminar.run.child_channel import ChildLost
 from laminar.tasks.data.prompts import PromptRow
-from laminar.tasks.environments.session_pool import SessionDied, SessionPool
+from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.session_process import TextReply
 from laminar.tasks.environments.user_class import RESET
 
@@ -61,6 +62,6 @@ async def _run_resets(env: EnvConfig, rows: Sequence[PromptRow]) -> list[TextRep
 async def _reset(pool: SessionPool, row: PromptRow, limit_s: float) -> TextReply:
     try:
         session = await pool.open()
-    except SessionDied as died:
+    except ChildLost as died:
         return TextReply(str(died), failed=True)
     return await session.reset(row, SEED, limit_s)

@@ -2,7 +2,7 @@
 
 Reads   nothing; FD is a pipe or socket whose other end the guard's parent holds
 Starts  a child that runs `python -m MODULE ARGUMENT...`
-Gives   guard_command; adopt_orphans, kill_children
+Gives   guard_command; adopt_orphans, kill_children, reap_orphan
 
 User code may start daemons, which leave their process group and session (setsid, double fork). On
 Linux, the guard becomes the parent of such orphans (prctl(2), PR_SET_CHILD_SUBREAPER). When the
@@ -73,6 +73,23 @@ def kill_children(kept: Container[int] = ()) -> None:
             except (ProcessLookupError, ChildProcessError):  # reaped by a thread of user code
                 pass
         time.sleep(0.001)
+
+
+def reap_orphan(known: Container[int], seen: int) -> int:
+    """Reap a dead unknown child once it was seen twice; return the one seen now, or 0.
+
+    Twice, because a child may end at the moment in which it becomes known.
+    """
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if found is None or found.si_pid in known:
+        return 0
+    if found.si_pid == seen:
+        os.waitid(os.P_PID, seen, os.WEXITED | os.WNOHANG)
+        return 0
+    return found.si_pid
 
 
 def main(fd: str, module: str, *words: str) -> None:

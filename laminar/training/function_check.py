@@ -1,8 +1,7 @@
 """Trial of the user's loss and estimator on synthetic data.
 
-Run     python -m laminar.training.function_check
-Reads   standard input: the section [algorithm], as JSON
-Writes  standard output: TRIED, or one sentence on the first mistake
+Reads   a message of its parent (run/child_process.py): the section [algorithm]
+Gives   Ready; Refused, with one sentence on the first mistake
 Raises  ConfigError for a function that cannot train
 
 A separate process, because the user's file may hang or exit. A loss must give a sequence the same
@@ -12,21 +11,19 @@ budget splits a batch into micro-batches.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import defaultdict
-from contextlib import suppress
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from laminar.config import AlgorithmConfig, ConfigError
+from laminar.run.child_channel import Ready
+from laminar.run.child_process import connect_user_code
 from laminar.training.algorithms.advantages import AdvantageInputs, Estimator
 from laminar.training.algorithms.policy_losses import PolicyLoss
 
-TRIED = "tried"  #: output after a successful trial: an exit code could come from the user's file
 LENGTHS = (5, 1, 9, 3, 7, 2)
 ADVANTAGES = (0.9, -1.3, 0.4, -0.2, 1.7, -0.6)
 LossAndGradient = tuple[Tensor, Tensor]  #: losses and gradients of one sequence
@@ -119,18 +116,13 @@ def _format_values(values: Tensor) -> str:
     return ", ".join(f"{value:.4g}" for value in values[:3].tolist())
 
 
-def main() -> None:
-    out = os.dup(1)
-    os.dup2(2, 1)  # output of the user's file is not our answer
-    said = TRIED
-    try:
-        try_functions(msgspec.json.decode(sys.stdin.buffer.read(), type=AlgorithmConfig))
-    except ConfigError as error:
-        said = str(error)
-    with suppress(BrokenPipeError):
-        os.write(out, said.encode())
-    os._exit(0)  # threads of the file need not end
+def main(fd: str, parent: str) -> None:
+    channel = connect_user_code(fd, parent)
+    if (algorithm := channel.receive(AlgorithmConfig)) is not None:
+        with channel.refuse_errors():
+            try_functions(algorithm)
+        channel.send_last(Ready())
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

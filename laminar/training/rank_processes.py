@@ -7,9 +7,8 @@ Gives   RankProcesses, for rank 0; serve_orders, for the others; OrderMessage, D
         FailedMessage between them
 Raises  RankError, which names the rank
 
-Orders go over socket pairs that the children inherit, as MessagePack: there is no name that another
-process could find, and nothing to remove after a kill. They never go through a collective, in which
-an idle rank would reach the time limit. End of file on the socket tells a rank that rank 0 is gone.
+Orders go over channels (run/child_channel.py), not through a collective, in which an idle rank
+would reach the time limit. The end of its channel tells a rank that rank 0 is gone.
 
 An exit of a rank is noticed at once, a frozen rank by its heartbeats; a thread sends these so that
 no training step can delay them. All processes of the group hold the lock through one inherited
@@ -23,11 +22,12 @@ import asyncio
 import fcntl
 import os
 import socket
-import struct
+import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,12 +35,14 @@ import msgspec
 
 from laminar.config import Config, ConfigError
 from laminar.names.process_end import describe_exit
+from laminar.run.child_channel import Channel, ChildLost, Ready
+from laminar.run.child_process import Child, spawn
 from laminar.run.lock import describe_dead_owner, try_lock
 from laminar.run.permissions import open_private
 from laminar.training.trainer_state import CheckpointError
 
 BEAT_S = 1.0
-CLOSE_S = 5.0  #: time that ranks have to exit by themselves before they are killed
+ORDER_BYTES_MAX = (1 << 32) - 1  #: limit of an order or reply, of which batches are parts
 SETTLE_S = 0.5
 """Wait for the exit of a rank after another one fails, as it may be the cause: a collective fails
 on all other ranks at once."""
@@ -48,7 +50,6 @@ LOCK_POLL_S = 0.05
 LOCK_QUIET_S = 1.0
 """Wait for former ranks after which a message is logged: mostly they end within milliseconds."""
 Result = TypeVar("Result")
-_LENGTH = struct.Struct("<Q")
 DISK = "disk"
 """The kind of an OSError, after which the ranks continue: a full disk may have room later."""
 _KINDS: dict[str, type[Exception]] = {"config": ConfigError, "checkpoint": CheckpointError}
@@ -81,17 +82,12 @@ class FailedMessage(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
     errno: int  #: set with DISK
 
 
-class ReadyMessage(msgspec.Struct, tag="ready", frozen=True):
-    """Message to rank 0, once, that the rank takes orders."""
-
-
-Reply = DoneMessage | FailedMessage | ReadyMessage
+Reply = DoneMessage | FailedMessage
 
 
 class InheritedDescriptors(NamedTuple):
     """Descriptor numbers that another rank inherits from rank 0."""
 
-    orders: int  #: a socket
     beats: int  #: the write end of a pipe
     meeting: int  #: the rendezvous file of torch.distributed
     lock: int  #: -1: none
@@ -115,8 +111,8 @@ class RankProcesses:
     ) -> None:
         """Set the group up without starting it.
 
-        `program`: the command that starts a rank; its number, the process id of this process and
-        the numbers of the inherited descriptors follow. `lock`: a file of the run. `lost` is called
+        `program`: the module of a rank and its words; its number and the numbers of the inherited
+        descriptors follow. `lock`: a file of the run. `lost` is called
         once with the reason why the ranks are gone, `say` with the reason of a wait."""
         self.size = config.trainer.ranks
         self._start_s = config.coordinator.start_timeout_s
@@ -145,21 +141,21 @@ class RankProcesses:
         if self._lock_path is not None:
             await self._take_lock(self._lock_path, deadline)
         for number in range(1, self.size):
-            self._ranks.append(rank := await self._launch_rank(number))
-            self._tasks += map(asyncio.ensure_future, (self._read(rank), self._wait(rank)))
+            self._launch_rank(number)
         self._write_process_ids()
         self._tasks.append(asyncio.ensure_future(self._watch_beats()))
-        if ready := [rank.ready for rank in self._ranks]:
-            await asyncio.wait(ready, timeout=max(0.0, deadline - time.monotonic()))
-        late = [rank.number for rank in self._ranks if not rank.ready.done()]
-        if late and self._error is None:
-            numbers = ", ".join(map(str, late))
-            self._fail_group(
-                RankError(
-                    f"rank {numbers} of the trainer has not started within {self._start_s:g} s "
-                    "(coordinator.start_timeout_s)"
+        left = max(0.0, deadline - time.monotonic())
+        starts = [rank.handshake(left) for rank in self._ranks]
+        found = await asyncio.gather(*starts, return_exceptions=True)
+        late = [r.number for r in self._ranks if not (r.is_ready or r.channel.ended.done())]
+        for error in filter(None, found):
+            reason = f"a rank of the trainer cannot start: {error}"
+            if late:
+                reason = (
+                    f"rank {', '.join(map(str, late))} of the trainer has not started within "
+                    f"{self._start_s:g} s (coordinator.start_timeout_s)"
                 )
-            )
+            self._fail_group(RankError(reason))
         self._raise_if_failed()
 
     async def call_ranks(self, body: bytes) -> list[bytes]:
@@ -169,11 +165,10 @@ class RankProcesses:
         types in _KINDS or OSError."""
         self._raise_if_failed()
         self._number += 1
-        data = frame_message(OrderMessage(number=self._number, body=body))
-        loop = asyncio.get_running_loop()
+        order, loop = OrderMessage(number=self._number, body=body), asyncio.get_running_loop()
         for rank in self._ranks:
             rank.waiting[self._number] = loop.create_future()
-            rank.writer.write(data)
+            rank.channel.send(order)
         waiting = [rank.waiting[self._number] for rank in self._ranks]
         replies = await asyncio.gather(*waiting, return_exceptions=True)
         for reply in replies:
@@ -210,15 +205,8 @@ class RankProcesses:
         The rendezvous file stays open as long as this process: torch reopens it when it collects
         its group, and by then its number could refer to another file."""
         self._closing = True
+        await asyncio.gather(*(rank.close() for rank in self._ranks))
         for rank in self._ranks:
-            rank.writer.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                for rank in self._ranks:
-                    await rank.process.wait()
-        self._kill_ranks()
-        for rank in self._ranks:
-            await rank.process.wait()
             os.close(rank.beats)
         for task in self._tasks:
             task.cancel()
@@ -247,42 +235,43 @@ class RankProcesses:
     def _write_process_ids(self) -> None:
         """Write the process ids of this group to the lock file, for a trainer that waits."""
         if self._lock >= 0:
-            pids = (os.getpid(), *(rank.process.pid for rank in self._ranks))
+            pids = (os.getpid(), *(rank.pid for rank in self._ranks))
             os.ftruncate(self._lock, 0)
             text = f"{', '.join(map(str, pids))} on {socket.gethostname()}"
             os.pwrite(self._lock, text.encode(), 0)
 
-    async def _launch_rank(self, number: int) -> _Rank:
-        ours, theirs = socket.socketpair()
+    def _launch_rank(self, number: int) -> None:
         beats, their_beats = os.pipe()
         os.set_blocking(beats, False)
-        given = InheritedDescriptors(theirs.fileno(), their_beats, self._meeting, self._lock)
+        given = InheritedDescriptors(their_beats, self._meeting, self._lock)
         try:
-            process = await asyncio.create_subprocess_exec(
+            spawned = spawn(
                 *self._program,
-                *map(str, (number, os.getpid(), *given)),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[fd for fd in given if fd >= 0],
+                str(number),
+                *map(str, given),
+                stderr=subprocess.PIPE,
+                descriptors=[fd for fd in given if fd >= 0],
             )
         finally:
-            theirs.close()
             os.close(their_beats)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return _Rank(number, process, reader, writer, beats)
+        rank = _Rank(
+            spawned,
+            Reply,
+            on_message=lambda reply: self._handle_reply(rank, reply),
+            on_output=partial(os.write, 2),
+            bytes_max=ORDER_BYTES_MAX,
+        )
+        rank.number, rank.beats, rank.waiting = number, beats, {}
+        rank.channel.ended.add_done_callback(partial(self._handle_end, rank))
+        self._ranks.append(rank)
 
     # --- watching -----------------------------------------------------------------------------
 
-    async def _read(self, rank: _Rank) -> None:
-        """Handle replies until the rank closes its socket at its exit."""
-        with suppress(asyncio.IncompleteReadError, OSError):
-            while True:
-                reply: Reply = await receive_message(rank.reader, Reply)
-                if isinstance(reply, ReadyMessage):
-                    rank.ready.set_result(None)
-                elif isinstance(reply, FailedMessage):
-                    await self._handle_failure(rank, reply)
-                elif not (future := rank.waiting.pop(reply.number)).done():
-                    future.set_result(reply.body)
+    def _handle_reply(self, rank: _Rank, reply: Reply) -> None:
+        if isinstance(reply, FailedMessage):
+            self._tasks.append(asyncio.ensure_future(self._handle_failure(rank, reply)))
+        elif not (future := rank.waiting.pop(reply.number)).done():
+            future.set_result(reply.body)
 
     async def _handle_failure(self, rank: _Rank, reply: FailedMessage) -> None:
         if reply.kind == DISK:
@@ -299,8 +288,10 @@ class RankProcesses:
             async with asyncio.timeout(SETTLE_S):
                 await self._gone.wait()
 
-    async def _wait(self, rank: _Rank) -> None:
-        how = describe_exit(await rank.process.wait())
+    def _handle_end(self, rank: _Rank, ended: asyncio.Future[ChildLost]) -> None:
+        how = str(ended.result())
+        if rank.returncode is not None:
+            how = describe_exit(rank.returncode) + rank.last_lines
         self._fail_group(RankError(f"rank {rank.number} of the trainer has ended ({how})"))
 
     async def _watch_beats(self) -> None:
@@ -308,7 +299,7 @@ class RankProcesses:
         while self._error is None:
             await asyncio.sleep(BEAT_S)
             for rank in self._ranks:
-                heard = _drain_pipe(rank.beats) or not rank.ready.done()  # its imports take long
+                heard = _drain_pipe(rank.beats) or not rank.is_ready  # its imports take long
                 rank.silent_s = 0.0 if heard else rank.silent_s + BEAT_S
                 if rank.silent_s > self._lease_s:
                     self._fail_group(
@@ -324,68 +315,54 @@ class RankProcesses:
             return
         self._error = error
         self._gone.set()
-        self._kill_ranks()
         for rank in self._ranks:
-            futures: list[asyncio.Future[Any]] = [rank.ready, *rank.waiting.values()]
-            for future in futures:
+            rank.kill()
+            for future in rank.waiting.values():
                 if not future.done():
                     future.set_exception(error)
                     future.exception()  # mark as retrieved, for futures without a waiter
         if isinstance(error, RankError):
             self._tell_lost(str(error))
 
-    def _kill_ranks(self) -> None:
-        for rank in self._ranks:
-            with suppress(ProcessLookupError):
-                rank.process.kill()
-
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
 
 
-class _Rank:
-    """State of another rank, as rank 0 sees it."""
+class _Rank(Child):
+    """Another rank, as rank 0 sees it."""
 
-    def __init__(
-        self,
-        number: int,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        beats: int,
-    ) -> None:
-        self.number, self.process = number, process
-        self.reader, self.writer, self.beats = reader, writer, beats
-        self.silent_s = 0.0
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.waiting: dict[int, asyncio.Future[bytes]] = {}  #: by order number
+    number: int
+    beats: int  #: the read end of its heartbeats
+    silent_s = 0.0
+    waiting: dict[int, asyncio.Future[bytes]]  #: by order number
 
 
 async def serve_orders(
-    given: InheritedDescriptors, handle: Callable[[bytes], Awaitable[bytes]]
+    end: socket.socket, given: InheritedDescriptors, handle: Callable[[bytes], Awaitable[bytes]]
 ) -> None:
     """Carry out the orders of rank 0, until it closes its end or is gone.
 
     Each order is a task; tasks start in the order of arrival."""
     threading.Thread(target=_send_beats, args=(given.beats,), name="beats", daemon=True).start()
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=given.orders))
     tasks: set[asyncio.Task[None]] = set()
 
     async def carry_out(order: OrderMessage) -> None:
-        reply: DoneMessage | FailedMessage
+        reply: Reply
         try:
             reply = DoneMessage(number=order.number, body=await handle(order.body))
         except Exception as error:
             reply = _make_failure(order.number, error)
-        writer.write(frame_message(reply))
+        channel.send(reply)
 
-    writer.write(frame_message(ReadyMessage()))
-    with suppress(asyncio.IncompleteReadError, OSError):
-        while True:
-            task = asyncio.ensure_future(carry_out(await receive_message(reader, OrderMessage)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+    def begin(order: OrderMessage) -> None:
+        task = asyncio.ensure_future(carry_out(order))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    channel = Channel(end, OrderMessage, on_message=begin, bytes_max=ORDER_BYTES_MAX, hang_up_s=0.0)
+    channel.send(Ready())
+    await channel.ended
 
 
 def _make_failure(number: int, error: Exception) -> FailedMessage:
@@ -422,16 +399,6 @@ def _drain_pipe(fd: int) -> bytes:
         return os.read(fd, 1 << 16)
     except BlockingIOError:
         return b""
-
-
-def frame_message(message: OrderMessage | Reply) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-async def receive_message(reader: asyncio.StreamReader, kind: Any) -> Any:
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
 
 
 def _describe_dead_ranks(path: Path, recorded: str) -> str:

@@ -19,17 +19,16 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from laminar.actors.system import warm as warm_module
 from laminar.actors.system import warm_process
-from laminar.actors.system.child_process import ForkedProcess, reap_orphan
 from laminar.actors.system.roles import Needs
-from laminar.actors.system.warm import OWN_ENVIRONMENT, PrestartedProcess, WarmProcess
+from laminar.actors.system.warm import OWN_ENVIRONMENT, WarmProcess, prestart
 from laminar.actors.system.warm_process import Launch
 from laminar.config import dump_config, load_config
 from laminar.names import exit_codes
+from laminar.run.child_process import ChildProcess
 from laminar.run.directory import CONFIG_FILE
 from laminar.run.lock import RunLock, holders
-from laminar.run.process_guard import adopt_orphans
+from laminar.run.process_guard import adopt_orphans, reap_orphan
 from laminar.run.secret import make_secret
 from tests.actors.parts import MINIMAL, until
 
@@ -57,7 +56,7 @@ class Machine:
         self.lock = RunLock.join(run_dir, "node-0")
         self.stdin, self.lifeline = os.pipe()
         self.warm: list[WarmProcess] = []
-        self.actors: list[ForkedProcess] = []
+        self.actors: list[ChildProcess] = []
 
     def make_warm(self, *modules: str) -> WarmProcess:
         needs = Needs([*modules], {"PYTHONPATH": f"{ROOT}:{self.modules}"})
@@ -68,7 +67,7 @@ class Machine:
         (self.modules / f"{name}.py").write_text(text)
         return name
 
-    async def fork(self, warm: WarmProcess, name: str = "relay-0") -> ForkedProcess:
+    async def fork(self, warm: WarmProcess, name: str = "relay-0") -> ChildProcess:
         launch = Launch(
             run_dir=str(self.run_dir),
             name=name,
@@ -80,7 +79,7 @@ class Machine:
         self.actors.append(await warm.fork_actor(launch, self.stdin, self.lock.fd))
         return self.actors[-1]
 
-    async def until_it_works(self, actor: ForkedProcess, name: str = "relay-0") -> None:
+    async def until_it_works(self, actor: ChildProcess, name: str = "relay-0") -> None:
         """It has its card in the run directory, handles SIGTERM, and waits for a coordinator."""
         await until(lambda: (name, actor.pid) in [(h.name, h.pid) for h in holders(self.run_dir)])
         await until(lambda: catches(actor.pid, signal.SIGTERM))
@@ -175,87 +174,6 @@ async def test_what_cannot_be_imported_is_left_to_the_actor_that_needs_it(machin
     assert said == [["no_such_module: ModuleNotFoundError: No module named 'no_such_module'"]]
 
 
-async def test_imports_that_end_the_process_are_one_sentence(machine: Machine) -> None:
-    name = machine.module("crashing_module", "import os\nos.kill(os.getpid(), 11)\n")
-    warm = machine.make_warm(name)
-    with pytest.raises(RuntimeError, match=r"\(torch\) ended with code -11, 3 times in a row"):
-        await machine.fork(warm)
-
-
-async def test_imports_that_do_not_end_have_a_deadline(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm_module, "TRIES", 1)
-    monkeypatch.setattr(sys.modules[__name__], "READY_S", 0.5)
-    warm = machine.make_warm(machine.module("endless_module", "import time\ntime.sleep(600)\n"))
-    with pytest.raises(RuntimeError, match=r"did not answer within 0 s \(its imports\)"):
-        await machine.fork(warm)
-
-
-def test_a_warm_process_dies_with_its_node_also_while_it_imports(tmp_path: Path) -> None:
-    (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(600)\n")
-    program = (
-        "import time\nfrom laminar.actors.system.roles import Needs\n"
-        "from laminar.actors.system.warm import PrestartedProcess\n"
-        "print(PrestartedProcess.spawn(Needs(['endless_module'], {})).pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    node = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment
-    )
-    assert node.stdout is not None
-    warm = psutil.Process(int(node.stdout.readline()))
-    while warm.name() != "laminar-warm":  # it has begun
-        time.sleep(0.02)
-    node.kill()
-    node.communicate()
-    assert os.waitpid(warm.pid, 0)[1] == signal.SIGKILL
-
-
-NODE = """
-import asyncio, sys
-from pathlib import Path
-import structlog
-from laminar.run.process_guard import adopt_orphans
-from laminar.actors.system.roles import Needs
-from laminar.actors.system.warm import WarmProcess
-from laminar.actors.system.warm_process import Launch
-from laminar.run.lock import RunLock
-
-async def main() -> None:
-    adopt_orphans()
-    warm = WarmProcess("torch", Needs([], {}), structlog.get_logger(), ready_s=60)
-    launch = Launch(
-        run_dir=sys.argv[1], name="relay-0", role="relay", node="node-0", address="127.0.0.1",
-        environment={},
-    )
-    actor = await warm.fork_actor(launch, 0, RunLock.join(Path(sys.argv[1]), "node-0").fd)
-    print("pids", actor.pid, warm.pid, flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-async def test_an_actor_dies_with_its_node_whatever_it_does(machine: Machine) -> None:
-    """It stands still here, and its standard input stays open."""
-    node = subprocess.Popen(
-        [sys.executable, "-c", NODE, str(machine.run_dir)],
-        stdin=machine.stdin,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert node.stdout is not None
-    words = next(line.split() for line in node.stdout if line.startswith("pids"))
-    pid, warm = map(int, words[1:])
-    await until(lambda: "relay-0" in [holder.name for holder in holders(machine.run_dir)])
-    os.kill(pid, signal.SIGSTOP)
-    node.kill()
-    node.communicate()
-    assert [os.waitpid(each, 0)[1] for each in (pid, warm)] == [signal.SIGKILL] * 2
-
-
 def test_an_actor_of_which_its_node_was_not_told_never_begins(tmp_path: Path) -> None:
     """Its warm process has died between two words; the successor forks another one."""
     ours, theirs = socket.socketpair()
@@ -327,7 +245,7 @@ async def test_a_dead_child_that_nobody_knows_is_reaped_the_second_time_it_is_se
     if known == 0:
         os._exit(3)
     assert reap_orphan({known}, 0) == 0
-    child = ForkedProcess(known)
+    child = ChildProcess(known)
     assert await child.wait() == 3
     orphan = os.fork()
     if orphan == 0:
@@ -344,14 +262,14 @@ async def test_a_signal_to_a_process_that_has_ended_is_no_error() -> None:
         os._exit(0)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    child = ForkedProcess(pid)
+    child = ChildProcess(pid)
     child.kill()
     assert await asyncio.wait_for(child.wait(), 5) == 0
     child.kill()
 
 
 def test_a_warm_process_ends_in_good_order_when_its_socket_is_closed() -> None:
-    seed = PrestartedProcess.spawn(Needs([], {}))
+    seed = prestart(Needs([], {}))
     seed.socket.close()
     assert os.waitstatus_to_exitcode(os.waitpid(seed.pid, 0)[1]) == exit_codes.COMPLETE
 

@@ -67,16 +67,6 @@ async def test_a_failure_is_an_empty_answer_with_its_reason(tmp_path: Path) -> N
     assert "deadlin" in answer.detail
 
 
-async def test_a_process_that_dies_is_started_again(tmp_path: Path) -> None:
-    """os._exit in the user's function: the question is answered empty, the next one is asked."""
-    body = "import os; os._exit(1) if len(candidates) > 3 else None; return []"
-    path = write(tmp_path, body)
-    small = cmd.ProposeBatch(to="strategy", step_index=4, count=1, candidates=())
-    first, second = await ask(path, question(3), small)
-    assert (first.groups, bool(first.detail)) == ((), True)
-    assert (second.step_index, second.detail) == (4, "")
-
-
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [

@@ -15,24 +15,12 @@ FUNCTION = "def f(completion): return 1.0\n"
 KEY = "reward.custom_reward_function.path"
 
 
-def refusal(tmp_path: Path, source: str) -> str:
-    """What is said of the file; with a limit that a good file keeps."""
-    path = tmp_path / "reward.py"
-    path.write_text(source + FUNCTION)
-    with pytest.raises(ConfigError) as caught:
-        check_import(str(path), KEY, limit_s=20.0 if "exit" in source else 1.0)
-    assert str(path) in str(caught.value)
-    assert KEY in str(caught.value)
-    return str(caught.value)
-
-
-def test_a_file_that_hangs_has_a_deadline(tmp_path: Path) -> None:
-    assert "not imported within 1 s" in refusal(tmp_path, "import time; time.sleep(600)\n")
-
-
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_file_that_ends_its_process(tmp_path: Path, code: int) -> None:
-    assert f"exit code {code}" in refusal(tmp_path, f"import os; os._exit({code})\n")
+    path = tmp_path / "reward.py"
+    path.write_text(f"import os; os._exit({code})\n")
+    with pytest.raises(ConfigError, match=f"^{KEY} = '{path}' ends .*exit code {code}"):
+        check_import(str(path), KEY)
 
 
 @pytest.mark.parametrize("source", [FUNCTION, "import no_such_module\n", "print('ended')\n"])

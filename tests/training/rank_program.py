@@ -8,9 +8,10 @@ import sys
 import threading
 
 from laminar.config import ConfigError
-from laminar.run.parent_death import die_with_parent
+from laminar.run.child_process import connect_parent
 from laminar.training.rank_processes import InheritedDescriptors, serve_orders
 from laminar.training.trainer_state import CheckpointError
+from tests.run.child_faults import act
 
 ERRORS = {
     "bug": ValueError("a bug"),
@@ -20,14 +21,15 @@ ERRORS = {
 }
 
 
-def main(mode: str, rank: str, parent: str, *descriptors: str) -> None:
-    die_with_parent(int(parent))
+def main(fd: str, parent: str, mode: str, rank: str, *descriptors: str) -> None:
+    end = connect_parent(fd, parent)
     given, begun, go = InheritedDescriptors(*map(int, descriptors)), [], threading.Event()
 
     async def handle(order: bytes) -> bytes:
         word, _, number = order.decode().partition(" ")
         begun.append(word)
         if number in ("", rank):
+            act(word)
             if word == "wait":
                 await asyncio.to_thread(go.wait)
             elif word == "go":
@@ -40,7 +42,7 @@ def main(mode: str, rank: str, parent: str, *descriptors: str) -> None:
 
     if mode == "late":
         threading.Event().wait()
-    asyncio.run(serve_orders(given, handle))
+    asyncio.run(serve_orders(end, given, handle))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from laminar.actors.system import rank_process
+from laminar.run.child_process import connect_parent
 from laminar.training import shared_safetensors
 
 _serve, _write = rank_process.serve_orders, shared_safetensors.write_rows
@@ -25,7 +26,7 @@ def late(*args: Any) -> Any:
     return _write(*args)
 
 
-rank_process.die_with_parent = lambda pid: None  # type: ignore[attr-defined]
+rank_process.connect_parent = lambda fd, parent: connect_parent(fd, "0")  # type: ignore[attr-defined]
 rank_process.serve_orders = to_the_end  # type: ignore[attr-defined]
 shared_safetensors.write_rows = late
 

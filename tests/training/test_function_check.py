@@ -123,7 +123,7 @@ def test_a_function_that_is_not_there(
 
 
 def test_names_of_ours_are_not_tried(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laminar.launch.function_check.run_isolated", None)
+    monkeypatch.setattr("laminar.launch.function_check.call_isolated", None)
     check_functions(make_config({LOSS: "gspo", ESTIMATOR: "rloo"}).algorithm)
 
 

@@ -29,8 +29,8 @@ from tests.run.conftest import ROOT
 from tools.kit.rank_cases import make_samples
 
 pytestmark = pytest.mark.process
-FEWER_PASSES = [sys.executable, "-m", "tests.training.rank_of_fewer_passes"]
-OUTLIVES = [sys.executable, "-m", "tests.training.rank_that_outlives"]
+FEWER_PASSES = ["tests.training.rank_of_fewer_passes"]
+OUTLIVES = ["tests.training.rank_that_outlives"]
 FORMER = """
 import asyncio, sys
 from tests.training.test_rank_process import former
@@ -43,6 +43,12 @@ SETTINGS = (
     "trainer.micro_batch_tokens=40",
     "algorithm.rollout_correction.mismatch_limit=1e9",  # no engine has sampled these rows
 )
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks here are programs of the tests."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 @asynccontextmanager

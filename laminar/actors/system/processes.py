@@ -20,15 +20,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 
 from laminar.actors.host import Host
-from laminar.actors.system.child_process import ForkedProcess, reap_orphan
 from laminar.actors.system.roles import collect_needs, get_process_kind
-from laminar.actors.system.warm import PrestartedProcess, WarmProcess
+from laminar.actors.system.warm import WarmProcess
 from laminar.actors.system.warm_process import Launch
 from laminar.config import Config
 from laminar.engines.environment import gpus_per_replica, visible_gpus
 from laminar.names import ids
+from laminar.run.child_process import ChildProcess, Spawned
 from laminar.run.lock import RunLock
-from laminar.run.process_guard import adopt_orphans
+from laminar.run.process_guard import adopt_orphans, reap_orphan
 from laminar.weights.arena.arena import sweep_arenas
 
 REAP_S = 1.0  #: interval of the search for children of killed actors, which are then the node's
@@ -70,7 +70,7 @@ def group_by_process(
 class Member:
     """The process of an actor, as ChildProcess; it ends together with all that share it."""
 
-    def __init__(self, process: ForkedProcess, boot_id: str) -> None:
+    def __init__(self, process: ChildProcess, boot_id: str) -> None:
         self.pid, self.boot_id = process.pid, boot_id
         self.wait, self.dump_stacks = process.wait, process.dump_stacks
         self.terminate, self.kill = process.terminate, process.kill
@@ -89,7 +89,7 @@ class MachineProcesses:
         host: Host,
         lock: RunLock,
         roles: Sequence[tuple[str, int]],
-        seeds: Mapping[str, PrestartedProcess] | None = None,
+        seeds: Mapping[str, Spawned] | None = None,
     ) -> None:
         """Create the pipes and warm processes.
 
@@ -99,7 +99,7 @@ class MachineProcesses:
         here = "trainer" in dict(roles) or ip_address(host.address).is_loopback
         self._ranks = host.config.trainer.ranks if here else 0  #: with GPUs of this machine
         self._together = group_by_process(roles, host.config, host.node)
-        self._newest: dict[tuple[str, ...], tuple[ForkedProcess, str]] = {}  #: and its boot id
+        self._newest: dict[tuple[str, ...], tuple[ChildProcess, str]] = {}  #: and its boot id
         self._starts = Counter[tuple[str, ...]]()
         self._lifeline = os.pipe()  #: the read end is the standard input of the actors
         ready_s, seeds = host.config.coordinator.start_timeout_s, seeds or {}
@@ -125,7 +125,7 @@ class MachineProcesses:
             self._newest[names] = process, boot
         return Member(process, f"{name}-{boot}")
 
-    async def _fork_actors(self, names: tuple[str, ...], role: str, boot: str) -> ForkedProcess:
+    async def _fork_actors(self, names: tuple[str, ...], role: str, boot: str) -> ChildProcess:
         host, name = self._host, names[0]
         self._starts[names] += 1
         environment: dict[str, str | None] = {

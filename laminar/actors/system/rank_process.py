@@ -1,8 +1,8 @@
-"""A rank of the trainer, other than the first: python -m laminar.actors.system.rank_process.
+"""A rank of the trainer, other than the first, started by run/child_process.py.
 
-Reads   RUN/config.toml; orders of rank 0, by inherited descriptors
+Reads   RUN/config.toml; orders of rank 0
 Writes  files as ordered; logs/latest/LOG.rank-N.jsonl of the run, if it has a log
-Gives   build_rank_command, the command that starts one; main
+Gives   build_rank_command, the module and words that start one; main
 
 Only rank 0 takes part in the run; it starts the other ranks, which end with it even while they
 compute. They are not forked from a warm process, since `laminar retrain` has none.
@@ -21,9 +21,9 @@ from typing import NoReturn
 from laminar.names import exit_codes
 from laminar.observe.logs import configure_logging, get_logger
 from laminar.observe.telemetry import DRAIN_S
+from laminar.run.child_process import connect_parent
 from laminar.run.directory import run_config
 from laminar.run.fail_points import FailPoints
-from laminar.run.parent_death import die_with_parent
 from laminar.training.rank_processes import InheritedDescriptors, serve_orders
 
 OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,16 +31,15 @@ OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def build_rank_command(run_dir: Path, log: str = "") -> list[str]:
-    """Return the command that starts a rank, for RankProcesses.
+    """Return the module of a rank and its words, for RankProcesses.
 
     `log`: the name of its log, without its number; empty: none.
     """
-    module = [sys.executable, "-P", "-m", "laminar.actors.system.rank_process"]
-    return [*module, str(run_dir), log]
+    return ["laminar.actors.system.rank_process", str(run_dir), log]
 
 
-def main(run_dir: str, log: str, rank: str, parent: str, *descriptors: str) -> NoReturn:
-    die_with_parent(int(parent))  # before the imports, which take seconds
+def main(fd: str, parent: str, run_dir: str, log: str, rank: str, *descriptors: str) -> NoReturn:
+    end = connect_parent(fd, parent)  # before the imports, which take seconds
     from laminar.actors.system.learners import worker_of
 
     for number in OF_RANK_0:
@@ -62,7 +61,7 @@ def main(run_dir: str, log: str, rank: str, parent: str, *descriptors: str) -> N
                 get_logger().exception("order-failed")
             raise
 
-    asyncio.new_event_loop().run_until_complete(serve_orders(given, handle))
+    asyncio.new_event_loop().run_until_complete(serve_orders(end, given, handle))
     if telemetry is not None:
         telemetry.wait_drained(DRAIN_S)
     os._exit(exit_codes.COMPLETE)  # a thread may be in a collective that the other ranks never join

@@ -16,6 +16,7 @@ from laminar.actors.system.engine_steps import EngineSteps
 from laminar.actors.system.weight_files import ReplicaFiles
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
+from laminar.run.child_process import Output
 from laminar.run.directory import engine_log, reward_log
 from laminar.run.fail_points import RUN_VARIABLE
 from laminar.tasks.data.decoding import make_response_decoder
@@ -26,7 +27,7 @@ from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.tool_calls import CallParser
 from laminar.tasks.environments.user_class import decode_tools
 from laminar.tasks.rewards.reward_functions import reward_spec
-from laminar.tasks.rewards.worker_pool import Output, RewardPool
+from laminar.tasks.rewards.worker_pool import RewardPool
 from laminar.weights.version import checkpoint
 
 OUTPUT_BYTES_MAX = 8 << 20

@@ -3,8 +3,7 @@
 Reads   the answers of the warm process, its end
 Writes  Launch messages, each with the descriptors of the actor's standard input and lock
 Starts  python -m laminar.actors.system.warm_process
-Gives   PrestartedProcess, a warm process that has been started; WarmProcess, one for as long as the
-        node lives
+Gives   prestart, which starts a warm process; WarmProcess, one for as long as the node lives
 
 The death of a warm process costs no actor: it is restarted, and pending requests go to its
 successor. An actor that it had forked but not reported never begins.
@@ -14,24 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import socket
-import sys
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from laminar.actors.system.child_process import ForkedProcess
 from laminar.actors.system.roles import Needs
-from laminar.actors.system.warm_process import (
-    MESSAGE_MAX,
-    Answer,
-    Forked,
-    ForkRefused,
-    Launch,
-    WarmReady,
-)
+from laminar.actors.system.warm_process import Launch
+from laminar.run.child_channel import ChildLost, Forked, Refused
+from laminar.run.child_process import Child, ChildProcess, Spawned, spawn
 
 FORK_S = 60.0
 """Time limit for a fork, normally milliseconds; a swapping machine may take 1000 times longer."""
@@ -47,59 +36,30 @@ COPY_TUNABLE = "glibc.cpu.x86_non_temporal_threshold=262144"
 
 The default threshold of glibc grows with the cache size that a virtual machine reports.
 """
-_CHILD_FD = 3
 
 
-@dataclass(frozen=True)
-class PrestartedProcess:
-    """A warm process that imports or waits, and the node's end of its socket."""
+def prestart(needs: Needs) -> Spawned:
+    """Start a warm process with this environment and the needs; the user's values win.
 
-    pid: int
-    socket: socket.socket
-
-    @classmethod
-    def spawn(cls, needs: Needs) -> PrestartedProcess:
-        """Start a warm process with this environment and the needs; the user's values win.
-
-        Signals that are ignored here (nohup) are ignored there.
-        """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = [sys.executable, "-m", "laminar.actors.system.warm_process", str(_CHILD_FD), ""]
-        all_of_it = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
-        with theirs:
-            pid = os.posix_spawn(
-                sys.executable,
-                [*program, *needs.modules],
-                all_of_it | OWN_ENVIRONMENT,
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, theirs.fileno(), _CHILD_FD),
-                ],
-                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
-            )
-        ours.setblocking(False)
-        return cls(pid, ours)
+    Signals that are ignored here (nohup) are ignored there.
+    """
+    environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
+    module = "laminar.actors.system.warm_process"
+    return spawn(module, "", *needs.modules, environment=environment | OWN_ENVIRONMENT)
 
 
 class WarmProcess:
     """A warm process of one kind, and its successors."""
 
     def __init__(
-        self,
-        kind: str,
-        needs: Needs,
-        log: Any,
-        *,
-        ready_s: float,
-        seed: PrestartedProcess | None = None,
+        self, kind: str, needs: Needs, log: Any, *, ready_s: float, seed: Spawned | None = None
     ) -> None:
         """Start nothing yet; `ready_s`: limit for its imports. `seed`: a prestarted one."""
         self.kind = kind
         self.note = ""  #: for people: why nothing is preloaded
         self._needs = needs
         self._log, self._ready_s, self._seed = log, ready_s, seed
-        self._process: ForkedProcess | None = None
-        self._socket: socket.socket | None = None
+        self._process: Child | None = None
         self._using = asyncio.Lock()  #: held during each request
         self._closed = False
         self._watcher: asyncio.Task[None] | None = None
@@ -113,12 +73,12 @@ class WarmProcess:
         """Start the process unless it runs; it imports while other processes work."""
         if self._process is not None or self._closed:
             return
-        seed, self._seed = self._seed or PrestartedProcess.spawn(self._needs), None
-        self._socket, self._process = seed.socket, ForkedProcess(seed.pid)
-        self._ready = asyncio.ensure_future(self._until_ready(seed.socket))
+        seed, self._seed = self._seed or prestart(self._needs), None
+        self._process = Child(seed, Forked)
+        self._ready = asyncio.ensure_future(self._until_ready(self._process))
         self._watcher = asyncio.ensure_future(self._watch_process(self._process))
 
-    async def fork_actor(self, launch: Launch, stdin: int, lock_fd: int) -> ForkedProcess:
+    async def fork_actor(self, launch: Launch, stdin: int, lock_fd: int) -> ChildProcess:
         """Fork an actor's process, a child of this one; RuntimeError if that is impossible."""
         below = self._needs.environment
         its_own = {name: os.environ.get(name, below.get(name)) for name in OWN_ENVIRONMENT}
@@ -128,10 +88,12 @@ class WarmProcess:
                 self.ensure_started()
                 try:
                     return await self._request_fork(launch, [stdin, lock_fd])
-                except _WarmProcessLost as error:
+                except ChildLost as error:
                     reason = str(error)
                     await self._end_process()
-            raise RuntimeError(f"the warm process ({self.kind}) {reason}, {TRIES} times in a row")
+            raise RuntimeError(
+                f"the warm process ({self.kind}) failed {TRIES} times in a row: {reason}"
+            )
 
     async def close(self) -> None:
         """End the warm process; nothing is forked any more."""
@@ -140,48 +102,23 @@ class WarmProcess:
             self._watcher.cancel()
         await self._end_process()
 
-    async def _until_ready(self, warm: socket.socket) -> None:
-        answer = await self._read_answer(warm, self._ready_s, "its imports")
-        assert isinstance(answer, WarmReady)
-        self.note = answer.note
-        facts = {"kind": self.kind, "seconds": round(answer.seconds, 2), "missing": answer.missing}
-        self._log.info("warm", pid=self.pid, note=answer.note, **facts)
+    async def _until_ready(self, process: Child) -> None:
+        facts = await process.handshake(self._ready_s, None, "its imports did not end")
+        self.note = facts["note"]
+        self._log.info("warm", pid=process.pid, kind=self.kind, **facts)
 
-    async def _request_fork(self, launch: Launch, fds: list[int]) -> ForkedProcess:
-        assert self._socket is not None
+    async def _request_fork(self, launch: Launch, fds: list[int]) -> ChildProcess:
+        assert self._process is not None
         await self._ready
         try:
-            socket.send_fds(self._socket, [msgspec.msgpack.encode(launch)], fds)
-        except OSError as error:
-            raise _WarmProcessLost(f"accepts no launch: {error.strerror}") from None
-        answer = await self._read_answer(self._socket, FORK_S, "a fork")
-        if isinstance(answer, ForkRefused):
+            answer = await self._process.channel.ask(launch, FORK_S, fds)
+        except TimeoutError:
+            raise ChildLost(f"it did not answer within {FORK_S:.0f} s (a fork)") from None
+        if isinstance(answer, Refused):
             raise RuntimeError(f"{launch.name} cannot be started: {answer.reason}")
-        assert isinstance(answer, Forked)
-        return ForkedProcess(answer.pid)
+        return ChildProcess(answer.pid)
 
-    async def _read_answer(self, warm: socket.socket, seconds: float, what: str) -> Answer:
-        loop = asyncio.get_running_loop()
-        try:
-            body = await asyncio.wait_for(loop.sock_recv(warm, MESSAGE_MAX), seconds)
-        except TimeoutError:
-            raise _WarmProcessLost(f"did not answer within {seconds:.0f} s ({what})") from None
-        except OSError as error:
-            raise _WarmProcessLost(f"is gone: {error.strerror}") from None
-        if not body:
-            raise _WarmProcessLost(await self._find_exit_cause())
-        answer: Answer = msgspec.msgpack.decode(body, type=Answer)
-        return answer
-
-    async def _find_exit_cause(self) -> str:
-        """Describe the end of a warm process that has closed its socket."""
-        assert self._process is not None
-        try:
-            return f"ended with code {await asyncio.wait_for(self._process.wait(), CLOSE_S)}"
-        except TimeoutError:
-            return "closed its socket"
-
-    async def _watch_process(self, process: ForkedProcess) -> None:
+    async def _watch_process(self, process: Child) -> None:
         """Restart a warm process that had worked, before it is needed again."""
         code = await process.wait()
         self._log.warning("warm-process-ended", kind=self.kind, pid=process.pid, code=code)
@@ -194,13 +131,6 @@ class WarmProcess:
     async def _end_process(self) -> None:
         """End the present warm process, which ends with its socket."""
         process, self._process = self._process, None
-        if process is None or self._socket is None:
-            return
-        self._ready.cancel()
-        self._socket.close()
-        process.kill()
-        await process.wait()
-
-
-class _WarmProcessLost(Exception):
-    """The warm process does not answer."""
+        if process is not None:
+            self._ready.cancel()
+            await process.close(0.0)

@@ -1,10 +1,10 @@
 """A warm process: imports the modules of actors in advance, so that actors are forked from it.
 
-    python -m laminar.actors.system.warm_process FD NOTE MODULE...
+    python -m laminar.actors.system.warm_process FD NODE_PID NOTE MODULE...
 
-Reads   Launch messages of its node on the socket FD; each with two descriptors: the actor's
-        standard input and its share of the run directory's lock
-Gives   WarmReady once, then Forked or ForkRefused for each Launch
+Reads   Launch messages of its node; each with two descriptors: the actor's standard input and its
+        share of the run directory's lock
+Gives   Ready once, then Forked or Refused for each Launch
 Forks   actors, through a process that ends at once: they are children of the node, which sees
         their ends itself, and die with it. The death of a warm process ends no actor
 
@@ -38,11 +38,11 @@ from laminar.actors.system.roles import make_actor
 from laminar.config import ConfigError
 from laminar.names import exit_codes
 from laminar.names.ports import find_transient
+from laminar.run.child_channel import BlockingChannel, Forked, Ready, Refused
+from laminar.run.child_process import connect_parent
 from laminar.run.lock import RunLock
 from laminar.run.parent_death import die_with_parent
 
-MESSAGE_MAX = 64 << 10
-"""Bytes. A launch has only the variables that differ from the node's, a handful."""
 _PID = struct.Struct("<i")
 _GO = b"+"
 
@@ -60,51 +60,27 @@ class Launch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
     beside: tuple[str, ...] = ()
 
 
-class WarmReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """The warm process accepts launches now."""
-
-    seconds: float  #: duration of the imports
-    note: str  #: for people: why nothing was imported; else empty
-    missing: list[str]  #: failed imports, with the reason
-
-
-class Forked(msgspec.Struct, tag="forked", frozen=True, kw_only=True):
-    """The actor is a child of the node now, and begins once the node has this message."""
-
-    pid: int
-
-
-class ForkRefused(msgspec.Struct, tag="refused", frozen=True, kw_only=True):
-    """The actor's process could not be created."""
-
-    reason: str
-
-
-Answer = WarmReady | Forked | ForkRefused
-
-
-def main(fd: str, note: str, *modules: str) -> int:
-    node_pid = os.getppid()
-    die_with_parent(node_pid)
+def main(fd: str, node_pid: str, note: str, *modules: str) -> int:
+    end = connect_parent(fd, node_pid)
     _take_name("laminar-warm")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node
-    node = socket.socket(fileno=int(fd))
     begun = time.monotonic()
     missing = import_all(modules)
     if reason := find_no_fork_reason():
         if not modules:
             sys.exit(f"the warm process {reason} without any import")
-        _exec_without_modules(
-            fd, f"importing {', '.join(modules)} {reason}: each actor imports them itself"
-        )
+        note = f"importing {', '.join(modules)} {reason}: each actor imports them itself"
+        _exec_without_modules(end, node_pid, note)
     gc.collect()
     gc.freeze()  # children share these pages until a collection writes into them
     sys.stdout.flush()  # what is in a buffer would be written by every child
     sys.stderr.flush()
-    actor = _serve_launches(
-        node, WarmReady(seconds=time.monotonic() - begun, note=note, missing=missing)
+    node = BlockingChannel(end)
+    node.send(
+        Ready({"seconds": round(time.monotonic() - begun, 2), "missing": missing, "note": note})
     )
-    return exit_codes.COMPLETE if actor is None else exit_process(_run_actor(actor, node_pid))
+    actor = _serve_launches(node)
+    return exit_codes.COMPLETE if actor is None else exit_process(_run_actor(actor, int(node_pid)))
 
 
 def import_all(modules: Sequence[str]) -> list[str]:
@@ -135,10 +111,11 @@ def _other_threads() -> str:
     return ", ".join(sorted(names))
 
 
-def _exec_without_modules(fd: str, note: str) -> None:
+def _exec_without_modules(end: socket.socket, node_pid: str, note: str) -> None:
     """Restart this program without modules, which ends all other threads."""
-    program = [sys.executable, "-m", "laminar.actors.system.warm_process", fd, note]
-    os.execv(sys.executable, program)
+    end.set_inheritable(True)
+    words = [str(end.fileno()), node_pid, note]
+    os.execv(sys.executable, [*sys.orig_argv[:4], *words])
 
 
 class _Actor(NamedTuple):
@@ -150,27 +127,21 @@ class _Actor(NamedTuple):
     lock_fd: int
 
 
-def _serve_launches(node: socket.socket, ready: WarmReady) -> _Actor | None:
+def _serve_launches(node: BlockingChannel) -> _Actor | None:
     """Fork actors until the node is gone; in an actor's process, return its launch."""
-    with contextlib.suppress(ConnectionError):
-        _send(node, ready)
-        while True:
-            message, fds, _, _ = socket.recv_fds(node, MESSAGE_MAX, 2)
-            if not message:
-                break
-            launch = msgspec.msgpack.decode(message, type=Launch)
-            ours, theirs = socket.socketpair()
-            between = _try_fork()
-            if between == 0:
-                node.close()
-                ours.close()
-                _fork_and_end(theirs)  # only the actor returns
-                return _Actor(launch, theirs, *fds)
-            theirs.close()
-            for fd in fds:
-                os.close(fd)
-            with ours:
-                _answer_launch(node, ours, between)
+    while (launch := node.receive(Launch)) is not None:
+        ours, theirs = socket.socketpair()
+        between = _try_fork()
+        if between == 0:
+            node.socket.close()
+            ours.close()
+            _fork_and_end(theirs)  # only the actor returns
+            return _Actor(launch, theirs, *node.descriptors)
+        theirs.close()
+        for fd in node.descriptors:
+            os.close(fd)
+        with ours:
+            _answer_launch(node, ours, between)
     return None
 
 
@@ -182,7 +153,7 @@ def _try_fork() -> int:
         return -int(error.errno or 1)
 
 
-def _answer_launch(node: socket.socket, actor: socket.socket, between: int) -> None:
+def _answer_launch(node: BlockingChannel, actor: socket.socket, between: int) -> None:
     """Report to the node, then let the actor begin; without the report it must not."""
     said = b""
     if between > 0:
@@ -190,8 +161,8 @@ def _answer_launch(node: socket.socket, actor: socket.socket, between: int) -> N
         os.waitpid(between, 0)
     pid = _PID.unpack(said)[0] if said else between
     if pid <= 0:
-        return _send(node, ForkRefused(reason=os.strerror(-pid)))
-    _send(node, Forked(pid=pid))
+        return node.send(Refused(os.strerror(-pid)))
+    node.send(Forked(pid=pid))
     with contextlib.suppress(OSError):  # it has ended already, which the node sees
         actor.send(_GO)
 
@@ -252,10 +223,6 @@ def _apply_launch(launch: Launch) -> None:
 def _take_name(name: str) -> None:
     """Set the name that `ps -e` and `top` show; the command line is the same for all."""
     Path("/proc/self/comm").write_text(name)
-
-
-def _send(node: socket.socket, answer: Answer) -> None:
-    node.send(msgspec.msgpack.encode(answer))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from collections.abc import Awaitable, Callable
 from laminar.config import Config, ConfigError
 from laminar.config.tree import EnvConfig, RewardConfig
 from laminar.events.reasons import EndedBy
+from laminar.run.child_channel import ChildLost
 from laminar.tasks.environments.renderer import CallResult, Renderer
-from laminar.tasks.environments.session_pool import AllSessionsDied, SessionDied, SessionPool
+from laminar.tasks.environments.session_pool import AllSessionsDied, SessionPool
 from laminar.tasks.environments.session_pool import SessionProcess as Process
 from laminar.tasks.environments.session_process import (
     Request,
@@ -120,7 +121,7 @@ class Environments:
         """Import the user's file; raise ConfigError, SessionLost."""
         try:
             await self._pool.start()
-        except SessionDied as died:
+        except ChildLost as died:
             raise SessionLost(f"the environment could not start: {died}") from None
 
     async def close(self) -> None:
@@ -201,7 +202,7 @@ class Environments:
         for _ in range(1 + self._reward.max_retries):
             try:
                 process = await self._pool.open()
-            except SessionDied as died:
+            except ChildLost as died:
                 reason = str(died)
                 continue
             row, seed = conversation.session.row, conversation.session.seed
@@ -264,7 +265,7 @@ class Environments:
                 conversation.killed_after_s = limit_s
                 self._close_session(conversation)
                 raise _CallKilled from None
-            except SessionDied as error:
+            except ChildLost as error:
                 self.sessions_lost += 1
                 self._close_session(conversation)
                 died = error

@@ -1,8 +1,8 @@
-"""The fork server of environment sessions: python -m laminar.tasks.environments.session_process FD.
+"""The fork server of environment sessions, started by run/child_process.py.
 
-Reads   messages on a socket of its parent: ForkServerStart, then ForkSession and KillSession
-Gives   messages on that socket: ForkServerReady or ForkServerRefused, then SessionForked and
-        SessionEnded; a Reply per request on the socket sent with ForkSession; output on stderr
+Reads   messages of its parent: ForkServerStart, then ForkSession and KillSession
+Gives   Ready or Refused, then Forked and SessionEnded; a Reply per request on the channel whose
+        descriptor comes with ForkSession; output on stderr
 Starts  a process for each ForkSession, which has imported the user's file already
 
 A session holds the state of its environment and ends alone: a call that hangs is ended by SIGKILL,
@@ -19,31 +19,26 @@ import inspect
 import json
 import os
 import random
-import resource
 import select
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from laminar.config import ConfigError
 from laminar.names.process_end import describe_exit
-from laminar.run.parent_death import die_with_parent
+from laminar.run.child_channel import BlockingChannel, Forked, Ready
+from laminar.run.child_process import connect_user_code, fork_child
+from laminar.run.memory_limit import limit_memory
 from laminar.run.process_guard import adopt_orphans, kill_children, list_children
 from laminar.run.user_file import describe_error, replace_surrogates
 from laminar.tasks.data.prompts import PromptRow, from_plain
 from laminar.tasks.environments.user_class import RESET, REWARD, has_reward, load_class
-from laminar.tasks.pipe_frames import encode_frame, read_frame
 from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardSpec, Scorer, call_guarded
 from laminar.tasks.rewards.reward_functions import open_scorer
 from laminar.tasks.sandbox.sandbox import permit_unsafe
-
-MESSAGE_BYTES_MAX = 1 << 16  #: limit of a message; a file name and a reason are shorter
 
 # --- between this process and its parent -----------------------------------------------------
 
@@ -57,28 +52,13 @@ class ForkServerStart(msgspec.Struct, tag="start"):
 
 
 class ForkSession(msgspec.Struct, tag="fork"):
-    """An order to fork a session; sent with the session's socket."""
+    """An order to fork a session; sent with the descriptor of its channel."""
 
     number: int
 
 
 class KillSession(msgspec.Struct, tag="kill"):
     number: int
-
-
-class ForkServerReady(msgspec.Struct, tag="ready"):
-    """A report that the class is loaded."""
-
-    has_reward: bool  #: sessions give the reward
-
-
-class ForkServerRefused(msgspec.Struct, tag="refused"):
-    reason: str
-
-
-class SessionForked(msgspec.Struct, tag="forked"):
-    number: int
-    pid: int
 
 
 class SessionEnded(msgspec.Struct, tag="ended"):
@@ -120,34 +100,25 @@ Request = ResetRequest | ToolRequest | RewardRequest
 Reply = TextReply | RewardReply
 
 
-def main(number: str) -> None:
-    control = socket.socket(fileno=int(number))
-    with open(os.devnull, "rb") as null:
-        os.dup2(null.fileno(), 0)
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    os.dup2(2, 1)
-    start = msgspec.msgpack.decode(control.recv(MESSAGE_BYTES_MAX), type=ForkServerStart)
-    permit_unsafe(start.unsafe)
-    try:
-        environment = load_class(start.path, start.name)
-        live: list[Any] = []  #: the environment of a session, in its process
-        scorer = open_scorer(start.reward, live) if start.reward is not None else None
-    except ConfigError as error:
-        control.send(msgspec.msgpack.encode(ForkServerRefused(str(error))))
+def main(fd: str, parent: str) -> None:
+    control = connect_user_code(fd, parent)
+    if (start := control.receive(ForkServerStart)) is None:
         return
-    rewards = has_reward(environment) or scorer is not None
-    control.send(msgspec.msgpack.encode(ForkServerReady(rewards)))
+    permit_unsafe(start.unsafe)
+    live: list[Any] = []  #: the environment of a session, in its process
+    with control.refuse_errors():
+        environment = load_class(start.path, start.name)
+        scorer = open_scorer(start.reward, live) if start.reward is not None else None
+    control.send(Ready({"has_reward": has_reward(environment) or scorer is not None}))
     host = _EnvironmentHost(environment, start.path, live, scorer)
-    _ForkServer(control, host, start).serve_forever()
+    _ForkServer(control, host, start.memory_mb).serve_forever()
 
 
 class _ForkServer:
     """The loop that forks, kills and reaps session processes."""
 
-    def __init__(
-        self, control: socket.socket, host: _EnvironmentHost, start: ForkServerStart
-    ) -> None:
-        self._control, self._host, self._start = control, host, start
+    def __init__(self, control: BlockingChannel, host: _EnvironmentHost, memory_mb: int) -> None:
+        self._control, self._host, self._memory_mb = control, host, memory_mb
         self._numbers: dict[int, int] = {}  #: session numbers by process id
         self._imported = set[int]()  #: children that the import of the file has started
         self._woken, wakes = os.pipe()
@@ -157,57 +128,45 @@ class _ForkServer:
         adopt_orphans()
 
     def serve_forever(self) -> None:
+        control = self._control.socket.fileno()
         while True:
-            ready, _, _ = select.select([self._control.fileno(), self._woken], [], [])
+            ready, _, _ = select.select([control, self._woken], [], [])
             if self._woken in ready:
                 os.read(self._woken, 4096)
             self._reap_sessions()
-            if self._control.fileno() in ready and not self._handle_order():
+            if control in ready and not self._handle_order():
                 return
 
     def _handle_order(self) -> bool:
         """Handle an order; return False when the parent is gone."""
-        try:
-            body, sockets, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES_MAX, 1)
-        except OSError:
+        order = self._control.receive(ForkSession | KillSession)
+        if order is None:
             return False
-        if not body:
-            return False
-        order = msgspec.msgpack.decode(body, type=ForkSession | KillSession)
         if isinstance(order, KillSession):
             for pid in [p for p, number in self._numbers.items() if number == order.number]:
                 os.kill(pid, signal.SIGKILL)
             return True
         if not self._numbers:
             self._imported = list_children()
-        parent, pid = os.getpid(), os.fork()
-        if not pid:
-            self._become_session(sockets[0], parent)
-        os.close(sockets[0])
+        (channel,) = self._control.descriptors
+        pid = fork_child(lambda: self._run_session(channel))
+        os.close(channel)
         self._numbers[pid] = order.number
-        self._send_message(SessionForked(order.number, pid))
+        self._control.send(Forked(pid=pid, number=order.number))
         return True
 
-    def _become_session(self, channel: int, parent: int) -> None:
-        """Run a session in the forked child, which never returns to the fork server's loop."""
-        code = 1
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.setsid()
-            die_with_parent(parent)
-            adopt_orphans()
-            os.close(self._woken)
-            self._control.close()
-            _limit_memory(self._start.memory_mb)
-            _serve_session(socket.socket(fileno=channel), self._host)
-            code = 0
-        except BaseException:  # not from user code, whose exceptions become replies
-            traceback.print_exc()
-        finally:
-            with suppress(Exception):
-                sys.stdout.flush()
-            os._exit(code)
+    def _run_session(self, channel: int) -> None:
+        """Serve a session in the forked child, until its channel ends."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.setsid()
+        adopt_orphans()
+        os.close(self._woken)
+        self._control.socket.close()
+        limit_memory(self._memory_mb)
+        session = BlockingChannel(socket.socket(fileno=channel))
+        session.serve_requests(Request, self._host.handle_request)
 
     def _reap_sessions(self) -> None:
         for pid, number in list(self._numbers.items()):
@@ -216,37 +175,12 @@ class _ForkServer:
             _, status = os.waitpid(pid, 0)
             del self._numbers[pid]
             kill_children(self._imported | self._numbers.keys())  # adopted from the session
-            self._send_message(
+            self._control.send(
                 SessionEnded(number, describe_exit(os.waitstatus_to_exitcode(status)))
             )
 
-    def _send_message(self, message: Any) -> None:
-        with suppress(OSError):  # the parent is gone, which the next order reveals
-            self._control.send(msgspec.msgpack.encode(message))
-
-
-def _limit_memory(limit_mb: int) -> None:
-    """Limit private writable memory, on top of that taken by the file's import.
-
-    Reserved memory and mapped files are not counted. Each child has the same limit.
-    """
-    if not limit_mb:
-        return
-    with open("/proc/self/status") as status:
-        (taken,) = (line.split()[1] for line in status if line.startswith("VmData:"))
-    limit = int(taken) * 1024 + (limit_mb << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
 
 # --- in a session ----------------------------------------------------------------------------
-
-
-def _serve_session(channel: socket.socket, session: _EnvironmentHost) -> None:
-    """Answer requests, one at a time, until the channel ends."""
-    requests = channel.makefile("rb")
-    while (body := read_frame(requests)) is not None:
-        reply = session.handle_request(msgspec.msgpack.decode(body, type=Request))
-        channel.sendall(encode_frame(reply))
 
 
 class _EnvironmentHost:
@@ -315,4 +249,4 @@ def _select_accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,8 +1,7 @@
 """The user's environment: a class whose public methods are the tools of the policy.
 
 Reads   the user's Python file
-Gives   the class; the JSON schemas of its tools, made in a separate process:
-        python -m laminar.tasks.environments.user_class FILE CLASS
+Gives   the class; the JSON schemas of its tools, made in a separate process by this module's main
 Raises  ConfigError at start for a class that cannot work
 
 The class has the form of TRL's `environment_factory`: a constructor without arguments,
@@ -13,8 +12,6 @@ The class has the form of TRL's `environment_factory`: a constructor without arg
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +22,8 @@ import msgspec
 
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
-from laminar.names.process_end import describe_exit
-from laminar.run.isolated_process import run_isolated
+from laminar.run.child_channel import Ready
+from laminar.run.child_process import call_isolated, connect_user_code
 from laminar.tasks.rewards.results import format_names
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S, import_file
 from laminar.tasks.sandbox.sandbox import permit_unsafe
@@ -41,7 +38,6 @@ class ClassDeclaration(msgspec.Struct):
 
     tools: str = ""  #: JSON schemas of the tools
     has_reward: bool = False  #: the class has get_reward
-    refused: str = ""  #: reason if it cannot be an environment
 
 
 def load_class(path: str, name: str) -> type:
@@ -101,22 +97,16 @@ def tool_names(found: type) -> list[str]:
 def load_declaration(env: EnvConfig, limit_s: float = IMPORT_TIMEOUT_S) -> ClassDeclaration:
     """Load the declaration in a process that the user's file may hang or end; raise ConfigError."""
     words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
-    try:
-        said, code = run_isolated("laminar.tasks.environments.user_class", words, b"", limit_s)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"env.path = {env.path!r} was not imported within {limit_s:g} s; move slow or "
-            "blocking code into reset"
-        ) from None
-    if not said:
-        raise ConfigError(
-            f"env.path = {env.path!r} ends the process that imports it ({describe_exit(code)}); "
-            "a file with an environment must not end its process"
-        )
-    found = msgspec.json.decode(said, type=ClassDeclaration)
-    if found.refused:
-        raise ConfigError(found.refused)
-    return found
+    facts = call_isolated(
+        "laminar.tasks.environments.user_class",
+        words,
+        limit_s,
+        late=f"env.path = {env.path!r} was not imported within {limit_s:g} s; move slow or "
+        "blocking code into reset",
+        ended=f"env.path = {env.path!r} ends the process that imports it",
+        advice="a file with an environment must not end its process",
+    )
+    return ClassDeclaration(**facts)
 
 
 def decode_tools(env: EnvConfig) -> Schemas:
@@ -143,18 +133,13 @@ def build_schemas(found: type, path: str) -> Schemas:
     return schemas
 
 
-def main(path: str, name: str, *permission: str) -> None:
-    out = os.dup(1)
-    os.dup2(2, 1)  # keep the file's output apart from the reply
+def main(fd: str, parent: str, path: str, name: str, *permission: str) -> None:
+    channel = connect_user_code(fd, parent)
     permit_unsafe(bool(permission))
-    try:
+    with channel.refuse_errors():
         found = load_class(path, name)
         tools = msgspec.json.encode(build_schemas(found, path)).decode()
-        said = ClassDeclaration(tools, has_reward(found))
-    except ConfigError as error:
-        said = ClassDeclaration(refused=str(error))
-    os.write(out, msgspec.json.encode(said))
-    os._exit(0)  # do not wait for threads of the file
+    channel.send_last(Ready({"tools": tools, "has_reward": has_reward(found)}))
 
 
 if __name__ == "__main__":

@@ -113,24 +113,6 @@ def test_files_and_memory_are_limited(sandbox):
     assert "MemoryError" in sandbox.run("x = bytearray(300 << 20)").output
 
 
-def test_it_ends_with_whoever_uses_it(sandbox):
-    program = (
-        "import sys\nfrom laminar.tasks.sandbox.sandbox import Sandbox\n"
-        "from tools.check.rows.sandbox import namespace\n"
-        "session = Sandbox(seconds=1000).session()\n"
-        "print(namespace(session), flush=True)\nsession.run('while True: pass')"
-    )
-    user = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    space = user.stdout.readline().strip()
-    assert survivors({space})
-    user.kill()
-    user.communicate()
-    end = time.monotonic() + LIMIT_S
-    while survivors({space}):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_it_ends_when_its_outer_process_is_killed(sandbox):
     with sandbox.session() as session:
         space = namespace(session)

@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from laminar.coordinator.background import ForkedBackground
+from laminar.coordinator.background import ChildBackground
 from laminar.coordinator.system import RealDisk
 from laminar.core.state.state import hash_state
 from laminar.core.state.work import Trajectory
@@ -133,7 +133,7 @@ def losses(cluster: Cluster, situation: str) -> Iterator[Figure]:
 
 def blocked(cluster: Cluster, directory: Path) -> Iterator[Figure]:
     """Measure background work: state hash, snapshot and status."""
-    state, background = cluster.state, ForkedBackground(get_logger())
+    state, background = cluster.state, ChildBackground(get_logger())
     disk = RealDisk(directory)
     work = {
         "state-hash": lambda: hash_state(state).encode(),
