@@ -82,23 +82,20 @@ class Sampler:
 
     def take(self, state: State) -> bool:
         """Whether to look at this situation: two of a kind in one run at most."""
+        orders = state.orders
         kind = state.run.phase
         roles = {actor.role for actor in state.members.actors.values()}
         if kind == Phase.STARTING and roles >= set(ACTOR_ROLES):
             kind = "joined"
-        elif "load" in state.orders.commands or "repeat" in state.orders.commands:
-            kind = "loading" if "load" in state.orders.commands else "repeating"
+        elif "load" in orders.commands or "repeat" in orders.commands:
+            kind = "loading" if "load" in orders.commands else "repeating"
         elif kind == Phase.RUNNING and any(actor.silent for actor in state.members.actors.values()):
             kind = "silent"
-        elif kind == Phase.RUNNING and any(
-            key.startswith("release:") for key in state.orders.commands
-        ):
+        elif kind == Phase.RUNNING and any(key.startswith("release:") for key in orders.commands):
             kind = "releasing"
-        elif kind == Phase.RUNNING and (state.work.lost or "propose" in state.orders.commands):
+        elif kind == Phase.RUNNING and (state.work.lost or "propose" in orders.commands):
             kind = "lost" if state.work.lost else "asking"
-        elif kind == Phase.RUNNING and any(
-            key.startswith("forward:") for key in state.orders.commands
-        ):
+        elif kind == Phase.RUNNING and any(key.startswith("forward:") for key in orders.commands):
             kind = "linking"
         elif kind == Phase.RUNNING and state.steps.batch is not None:
             kind = "training"

@@ -86,15 +86,10 @@ def loaded(version: int, by: int) -> ev.WeightsLoaded:
 def test_what_cannot_be_true_is_counted_and_changes_nothing(sender: str, event: Event) -> None:
     """Versions and steps that were never handed out, no room for a group, infinite scores, ..."""
     bench = trained(eval_answers=1)
-    state = bench.state
-    before = state.versions.newest, indexes_of(state).held, state.versions.owed, state.steps.batch
+    state, versions = bench.state, bench.state.versions
+    before = versions.newest, indexes_of(state).held, versions.owed, state.steps.batch
     assert bench.say(sender, event) == []
-    assert (
-        state.versions.newest,
-        indexes_of(state).held,
-        state.versions.owed,
-        state.steps.batch,
-    ) == before
+    assert (versions.newest, indexes_of(state).held, versions.owed, state.steps.batch) == before
     assert bench.state.run.ignored == {f"{type(event).__name__}: impossible": 1}
 
 

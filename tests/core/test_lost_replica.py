@@ -254,10 +254,8 @@ def test_a_held_out_answer_that_waits_for_its_turn_is_asked_for_again_with_its_s
     """Its process had the session, and no place for it; nobody else has its version, so that the
     evaluation is one of the newest."""
     bench, answered = behind_a_turn()
+    work = bench.state.work
     bench.say("rollout-0", answered)
-    assert "e0.0.0" in bench.state.work.lost
+    assert "e0.0.0" in work.lost
     bench.kill("rollout-0")
-    assert (
-        "e0.0.0" not in bench.state.work.lost
-        and bench.state.evaluations.due == bench.state.versions.newest
-    )
+    assert "e0.0.0" not in work.lost and bench.state.evaluations.due == bench.state.versions.newest

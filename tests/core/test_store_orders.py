@@ -156,21 +156,19 @@ def test_a_store_that_is_silent_with_its_node_is_waited_for(node_first: bool) ->
     """Both were stopped together, and go on: the node starts another one then. It is waited for as
     long as for a start."""
     bench = trained()
+    run = bench.state.run
     if node_first:
         fall_silent(bench)
     bench.silent("store-0")
     if not node_first:
         fall_silent(bench)
-    assert not bench.state.run.failure
+    assert not run.failure
     speak_again(bench)
     bench.come_back("store-0")
     bench.silent("store-0")
     fall_silent(bench)
     bench.wait(bench.settings.start_timeout_ms)
-    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
-        "store-lost",
-        "store-0",
-    )
+    assert (run.failed.kind, run.failed.subject) == ("store-lost", "store-0")
 
 
 def test_no_replica_stalls_meanwhile() -> None:

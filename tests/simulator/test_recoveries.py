@@ -49,18 +49,16 @@ def test_a_recovery_that_never_completes(kind: str) -> None:
     """A process is not started again, lost work gets no place, a replica without weights loads
     none; and nothing that waits for it gives up."""
     world = ran(calm(**SMALL), 3)
-    state = world.coordinator.state
+    state, members = world.coordinator.state, world.coordinator.state.members
     assert state is not None
     recoveries, name = Recoveries(world), world.rollouts[0].name
     state.run.phase = Phase.RUNNING
-    for actor in state.members.actors.values():
+    for actor in members.actors.values():
         actor.alive = kind != "process" or actor.name != name
     if kind == "work":
         state.work.lost[make_trajectory_id(train_group(0, 0), 0)] = None
     if kind == "load":
-        state.members.replicas[name] = Replica(
-            name=name, relay="relay-0", capacity=1, failed_loads=1
-        )
+        members.replicas[name] = Replica(name=name, relay="relay-0", capacity=1, failed_loads=1)
     ended = ev.ProcessExited(actor=name, boot_id=f"{name}/1", code=1, restarting=True)
     rejected = ev.WeightsRejected(version=1, reason="wrong digest")
     recoveries.observe(_at(0, rejected if kind == "load" else ended, name), (), state)

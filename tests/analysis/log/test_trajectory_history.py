@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.analysis.log.trajectory_history import (
-    EventClock,
-    HistoryTracker,
-    Moment,
-    TrajectoryHistory,
-)
+from laminar.analysis.log import trajectory_history
 from laminar.analysis.why.idle_spells import DOWN, FREE, NO_WEIGHTS, PULLING, IdleTracker
 from laminar.core.machine import StateMachine
 from laminar.core.state.members import Replica
@@ -25,9 +20,9 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
     for world in (random_world(seed), failing_world(seed)):
         machine, lives, idleness, moments = (
             StateMachine(),
-            HistoryTracker(),
+            trajectory_history.HistoryTracker(),
             IdleTracker(),
-            EventClock(),
+            trajectory_history.EventClock(),
         )
         for stamped, _ in world.run().log:
             commands = machine.handle_event(stamped)
@@ -40,7 +35,7 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
             check_idle(idleness, machine.state)
 
 
-def check(life: TrajectoryHistory, trajectory: Trajectory) -> None:
+def check(life: trajectory_history.TrajectoryHistory, trajectory: Trajectory) -> None:
     """Status by status; an end on its way to the store has a higher placement number."""
     last = life.placement
     if trajectory.status in (
@@ -90,17 +85,20 @@ def test_a_replica_that_was_forgotten_is_free() -> None:
     bench.start()
     bench.replica().running.clear()
     idleness = IdleTracker()
-    idleness.record_event(Moment(bench.seq, 0), bench.log[-1][0], bench.state)
+    idleness.record_event(trajectory_history.Moment(bench.seq, 0), bench.log[-1][0], bench.state)
     spell = idleness.open["rollout-0"].spells[-1]
     assert (spell.reason, spell.detail) == (FREE, "nothing prevents new work")
 
 
 def test_moments_count_from_the_first_event() -> None:
     world = random_world(1).run()
-    moments = EventClock()
+    moments = trajectory_history.EventClock()
     first, second = (stamped for stamped, _ in world.log[:2])
     begin = moments.locate_event(first)
     assert moments.seconds_since_start(begin) == 0.0
     later = moments.locate_event(second)
     assert moments.seconds_since_start(later) == (second.time_ns - first.time_ns) / 1e9
-    assert moments.format_time(Moment(7, begin.unix_ns + 1_500_000_000)) == "1.500 s (#7)"
+    assert (
+        moments.format_time(trajectory_history.Moment(7, begin.unix_ns + 1_500_000_000))
+        == "1.500 s (#7)"
+    )

@@ -92,22 +92,19 @@ def test_the_last_ends_are_written_without_a_trainer(lost: str) -> None:
 def test_whole_run_ends_with_exit_code_zero() -> None:
     """Two steps, export, the last evaluation on the exported weights, everybody goes home."""
     bench = small()
+    run = bench.state.run
     assert only(cmd.ExportModel, to_the_export(bench)) == [
         cmd.ExportModel(to="trainer-0", version=3, step=2)
     ]
     exported(bench)
-    assert bench.state.run.phase == "final-evaluation"
+    assert run.phase == "final-evaluation"
     commands = bench.load_all()
     for command in only(cmd.GenerateTrajectory, commands):
         assert command.purpose == "eval"
         bench.finish(command.trajectory_id)
         bench.reward(command.trajectory_id)
     bench.stop()
-    assert (bench.state.run.phase, bench.state.run.exit_code, bench.state.run.failure) == (
-        "ended",
-        0,
-        "",
-    )
+    assert (run.phase, run.exit_code, run.failure) == ("ended", 0, "")
     assert books_closed(bench) and bench.state.versions.export_path == "export"
     assert not bench.state.orders.timers and not bench.state.orders.commands
 

@@ -89,13 +89,11 @@ def test_restarted_process_that_ends_for_good_before_it_joins_is_not_waited_for(
 
 def test_run_ends_when_the_restarted_relay_of_its_trainer_ends_for_good_before_it_joins() -> None:
     bench = Bench(replicas=2)
+    run = bench.state.run
     bench.start()
     bench.kill("relay-0")
     exit_before_joining(bench, "relay-0", restarting=False)
-    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
-        "relay-lost",
-        "relay-0",
-    )
+    assert (run.failed.kind, run.failed.subject) == ("relay-lost", "relay-0")
 
 
 def test_an_event_that_is_not_its_senders_to_report_is_refused() -> None:

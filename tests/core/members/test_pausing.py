@@ -40,13 +40,9 @@ def left(bench: Bench) -> None:
     """Everybody does, and the run is paused."""
     for name in [a.name for a in bench.state.members.actors.values() if a.alive]:
         bench.say(name, ev.ActorLeft())
-    state = bench.state
-    assert (state.run.phase, state.run.exit_code, state.run.failure) == (
-        "ended",
-        exit_codes.PAUSED,
-        "",
-    )
-    assert state.run.paused and not resumption.is_run_over(state)
+    state, run = bench.state, bench.state.run
+    assert (run.phase, run.exit_code, run.failure) == ("ended", exit_codes.PAUSED, "")
+    assert run.paused and not resumption.is_run_over(state)
 
 
 def test_the_step_in_training_is_completed_and_saved_and_nothing_is_done_again() -> None:

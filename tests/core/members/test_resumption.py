@@ -218,19 +218,16 @@ def leave(bench: Bench) -> None:
 @pytest.mark.parametrize("name", ["rollout-0", "trainer-0", "store-0"])
 def test_a_mistake_of_the_user_found_after_the_start_ends_a_run_that_resumes(name: str) -> None:
     bench = test_step_replay.run(2, in_training=True)
+    run = bench.state.run
     test_step_replay.save(bench, 2)
     before = set(bench.state.work.trajectories)
     bench.say(name, ev.ActorFailed(reason="loss: f of l.py raised", user_error=True))
-    assert (bench.state.run.phase, bench.state.run.exit_code) == (Phase.STOPPING, 2)
+    assert (run.phase, run.exit_code) == (Phase.STOPPING, 2)
     leave(bench)
-    assert bench.state.run.failure == f"{name}: loss: f of l.py raised"
+    assert run.failure == f"{name}: loss: f of l.py raised"
     assert not resumption.is_run_over(bench.state) and set(bench.state.work.trajectories) == before
     resumed(bench, asked=True)
-    assert (bench.state.run.phase, bench.state.run.failure, bench.state.run.exit_code) == (
-        "running",
-        "",
-        0,
-    )
+    assert (run.phase, run.failure, run.exit_code) == ("running", "", 0)
 
 
 def test_a_mistake_of_the_user_found_at_the_start_is_final() -> None:

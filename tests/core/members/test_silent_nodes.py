@@ -58,16 +58,14 @@ def test_last_replica_whose_node_stays_silent_ends_the_run_when_a_start_would_be
     way: Way,
 ) -> None:
     bench = Bench()
+    run = bench.state.run
     bench.start()
     fall_silent(bench)
     way(bench, "rollout-0")
     bench.wait(bench.settings.start_timeout_ms - 1)
-    assert not bench.state.run.failure
+    assert not run.failure
     bench.wait(1)
-    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
-        "replicas-lost",
-        "rollout-0",
-    )
+    assert (run.failed.kind, run.failed.subject) == ("replicas-lost", "rollout-0")
 
 
 @pytest.mark.parametrize("way", [silent, complains])

@@ -52,11 +52,9 @@ def test_the_label_is_that_of_the_weights_that_the_replica_has_loaded() -> None:
 def test_staleness_is_counted_from_the_step_that_made_the_weights() -> None:
     """Two groups of version 0: one is trained by step 0, one by step 1."""
     bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, groups_per_version=2)
+    steps = bench.state.steps
     bench.start()
     bench.complete(*bench.open_groups()[:2])
     bench.train()
     bench.train()
-    assert (bench.state.steps.staleness_sum, bench.state.steps.staleness_max) == (
-        2,
-        1,
-    )  # of two siblings
+    assert (steps.staleness_sum, steps.staleness_max) == (2, 1)  # of two siblings

@@ -95,13 +95,9 @@ def test_the_run_ends_as_after_ctrl_c_and_has_failed() -> None:
     bench.say("trainer-0", ev.ModelExported(version=version, path="export"))
     bench.publish(version, 1)
     bench.stop()
-    state = bench.state
-    assert (state.run.phase, state.run.exit_code, state.versions.export_path) == (
-        "ended",
-        1,
-        "export",
-    )
-    assert RAISED in state.run.failure
+    state, run = bench.state, bench.state.run
+    assert (run.phase, run.exit_code, state.versions.export_path) == ("ended", 1, "export")
+    assert RAISED in run.failure
     assert state.work.ledger.tokens.live == 0
 
 

@@ -121,12 +121,8 @@ def test_a_group_that_is_left_out_whole_is_dropped_and_its_step_counts() -> None
     bench.complete("0.0")
     bench.train(left_out=["0.0.0", "0.0.1", "0.0.2", "of no batch"])
     bench.write_ends()
-    state = bench.state
-    assert (state.steps.completed, state.steps.staleness_sum, state.work.ledger.groups.trained) == (
-        1,
-        0,
-        0,
-    )
+    state, steps = bench.state, bench.state.steps
+    assert (steps.completed, steps.staleness_sum, state.work.ledger.groups.trained) == (1, 0, 0)
     assert state.work.ledger.groups.dropped == {"mismatch": 1}
     assert state.work.ledger.trajectories.dropped == {"mismatch": 3}
 

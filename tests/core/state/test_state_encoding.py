@@ -91,10 +91,9 @@ def test_equal_values_have_one_encoding() -> None:
 
 def test_what_is_read_back_has_the_same_encoding() -> None:
     state = State(settings=settings(), logic=1)
-    state.work.trajectories["0.1.2"] = Trajectory(
-        id="0.1.2", group="0.1", sibling=2, status="opened"
-    )
-    state.work.trajectories["0.1.2"].status = "".join(["dispatch", "ed"])
+    work = state.work
+    work.trajectories["0.1.2"] = Trajectory(id="0.1.2", group="0.1", sibling=2, status="opened")
+    work.trajectories["0.1.2"].status = "".join(["dispatch", "ed"])
     state.run.phase = "".join(["start", "ing"])
     restored = decode(encode(state))
     assert restored == state

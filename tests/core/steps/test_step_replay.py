@@ -93,6 +93,7 @@ def test_a_step_that_is_completed_before_it_is_ordered_again_is_not_believed() -
 
 def test_everything_is_done_again_from_a_checkpoint_and_the_batch_is_ordered_anew() -> None:
     bench = run(3, in_training=True)
+    versions = bench.state.versions
     first = orders(bench)
     save(bench, 1)
     assert not only(cmd.EndTrajectories, bench.kill(NAME))
@@ -107,11 +108,7 @@ def test_everything_is_done_again_from_a_checkpoint_and_the_batch_is_ordered_ane
     assert (again.step_index, again.version) == (3, 5) and first[3].version == 4
     assert again.trajectories == first[3].trajectories
     bench.train()
-    assert (
-        bench.state.steps.completed,
-        bench.state.versions.newest,
-        bench.state.versions.newest_step,
-    ) == (4, 5, 4)
+    assert (bench.state.steps.completed, versions.newest, versions.newest_step) == (4, 5, 4)
     trained = bench.state.work.ledger.trajectories.trained
     bench.write_ends()
     assert bench.state.work.ledger.trajectories.trained == trained + 2 == 8

@@ -339,14 +339,12 @@ def test_head_with_other_bytes_starts_afresh_and_settles_no_debt() -> None:
 
 def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
     bench = started()
+    run = bench.state.run
     bench.kill("relay-0")
     bench.come_back("relay-0")
     bench.say("relay-0", ev.WeightsPublished(version=0, step=0, digest="x", num_bytes=4, held=(0,)))
     bench.kill("relay-0", restarting=False)
-    assert (bench.state.run.failed.kind, bench.state.run.failed.subject) == (
-        "relay-lost",
-        "relay-0",
-    )
+    assert (run.failed.kind, run.failed.subject) == ("relay-lost", "relay-0")
 
 
 def test_head_lost_during_the_last_evaluation_gets_the_export_again() -> None:

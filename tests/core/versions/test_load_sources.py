@@ -119,16 +119,15 @@ def test_lost_work_waits_on_while_its_version_comes():
 
 def test_relay_that_did_not_give_it_is_asked_again_once_it_is_heard_of():
     bench = _lost_elsewhere(resume_timeout_ms=10**6)
+    versions = bench.state.versions
     bench.say("rollout-1.0", ev.VersionMissing(version=0, held=(1,)))
     pull = bench.pull_of("rollout-1.0")
-    assert (pull is None or not pull.holder) and bench.state.versions.failed_sources == {
-        "relay-0": None
-    }
+    assert (pull is None or not pull.holder) and versions.failed_sources == {"relay-0": None}
     bench.complete("0.2")
-    bench.state.versions.ps_per_byte.update({"load": _mb_per_s(1), "relay-1": 100_000_000})
+    versions.ps_per_byte.update({"load": _mb_per_s(1), "relay-1": 100_000_000})
     bench.publish(1, 1, held=(0, 1))
     pull = bench.pull_of("rollout-1.0")
-    assert not bench.state.versions.failed_sources and pull is not None and pull.holder == "relay-0"
+    assert not versions.failed_sources and pull is not None and pull.holder == "relay-0"
     due = bench.state.orders.timers[keys.deadline_timer(keys.pull_key("rollout-1.0"))]
     assert due - bench.state.time_ns == 2 * 404_000 * 1_000_000, "twice what it is thought to take"
 

@@ -12,18 +12,11 @@ import uvloop
 from laminar.config import ConfigError, DataConfig, resolve_config
 from laminar.config.tree import EnvConfig
 from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments import turns
 from laminar.tasks.environments.pool import Environments
 from laminar.tasks.environments.renderer import Renderer
 from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.tool_calls import CallParser
-from laminar.tasks.environments.turns import (
-    EnvironmentFailed,
-    NextTurn,
-    Session,
-    SessionLost,
-    TrajectoryDone,
-    TurnCall,
-)
 from laminar.tasks.environments.user_class import load_class, load_declaration
 from laminar.tasks.rewards.reward_functions import reward_spec
 from tools.kit.tool_models import END, TEMPLATE, schema, tokenizer
@@ -151,13 +144,13 @@ class Bench:
 
     def session(self, name="t", attempt=1, **columns):
         row = PromptRow(0, "Do it.", None, columns, "test")
-        return Session(name, attempt, 7, row, "train")
+        return turns.Session(name, attempt, 7, row, "train")
 
     async def answer_turn(
         self, text, number=0, session=None, reason="stop", room=500, stored=(), seconds=0.0
     ):
         ids = tuple(self.model.encode(text + END))
-        call = TurnCall(
+        call = turns.TurnCall(
             session or self.session(), number, (1, 2), ((True, ids),), reason, room, stored, seconds
         )
         return await self.environments.answer_turn(call, self._intend)
@@ -167,7 +160,7 @@ class Bench:
         self.noted_before += [self.noted()]
 
     def told(self, answer):
-        assert isinstance(answer, NextTurn), answer
+        assert isinstance(answer, turns.NextTurn), answer
         return self.model.decode(answer.context)
 
     def noted(self):
@@ -203,7 +196,10 @@ def test_a_class_of_trl_answers_turns_and_gives_its_reward(tmp_path):
         again = await bench.answer_turn("so " + call("note", word="x") + call("both", a="y", b="z"))
         assert again == first and bench.noted() == ["x", "y", "z"]  # an order that came twice
         done = await bench.answer_turn("the end", 1)
-        assert isinstance(done, TrajectoryDone) and (done.text, done.reason) == ("the end", "")
+        assert isinstance(done, turns.TrajectoryDone) and (done.text, done.reason) == (
+            "the end",
+            "",
+        )
         assert done.result.reward == 3.0
         assert await bench.answer_turn("the end", 1) == done
 
@@ -246,9 +242,9 @@ def test_a_call_that_the_template_cannot_write_is_refused_before_it_is_made(tmp_
         assert "error: the chat template cannot write its arguments" in bench.told(answer)
         assert bench.noted() == ["a"] and bench.intended == [[(0, "note", "intended")]]
         bench.environments._renderer = bench.renderer("{{ none + 1 }}")
-        with pytest.raises(SessionLost, match="the results of its calls cannot be rendered"):
+        with pytest.raises(turns.SessionLost, match="the results of its calls cannot be rendered"):
             await bench.answer_turn(call("note", word="b"), session=bench.session("other"))
-        with pytest.raises(EnvironmentFailed, match="the text of reset cannot be rendered"):
+        with pytest.raises(turns.EnvironmentFailed, match="the text of reset cannot be rendered"):
             await bench.environments.reset(bench.session("third", word="w"))
 
     in_bench(tmp_path, body)
@@ -323,7 +319,7 @@ def test_limits_of_a_trajectory_end_it(tmp_path):
         cut = await bench.answer_turn(
             call("note", word="x"), session=bench.session("c"), reason="length"
         )
-        assert isinstance(cut, TrajectoryDone) and cut.reason == ""
+        assert isinstance(cut, turns.TrajectoryDone) and cut.reason == ""
         last = await bench.answer_turn(call("note", word="x"), 2, bench.session("m"))
         assert last.reason == "max-turns"
         assert bench.noted() == [] and bench.intended == []  # neither was run
@@ -332,7 +328,7 @@ def test_limits_of_a_trajectory_end_it(tmp_path):
         room = len(
             (await bench.answer_turn(call("do", what="x"), session=bench.session("a"))).context
         )
-        for spare, kind in ((0, NextTurn), (-1, TrajectoryDone)):
+        for spare, kind in ((0, turns.NextTurn), (-1, turns.TrajectoryDone)):
             one = bench.session(str(spare))
             found = await bench.answer_turn(call("do", what="x"), 0, one, room=room + spare)
             assert isinstance(found, kind)
@@ -342,16 +338,16 @@ def test_limits_of_a_trajectory_end_it(tmp_path):
 
 def test_with_once_no_call_is_repeated_and_a_lost_session_is_no_score(tmp_path):
     async def body(bench):
-        with pytest.raises(EnvironmentFailed, match="exit code 5"):
+        with pytest.raises(turns.EnvironmentFailed, match="exit code 5"):
             await bench.answer_turn(call("do", what="die"))
         assert bench.noted() == ["died"]
-        with pytest.raises(SessionLost, match="its session was lost") as gone:
+        with pytest.raises(turns.SessionLost, match="its session was lost") as gone:
             await bench.answer_turn(call("note", word="x"), 1)
-        assert not isinstance(gone.value, EnvironmentFailed)
+        assert not isinstance(gone.value, turns.EnvironmentFailed)
         first = await bench.answer_turn(call("note", word="x"), session=bench.session("s"))
         intended = tuple(e._replace(status="intended") for e in first.effects)
         bench.environments.end_session("s")
-        with pytest.raises(SessionLost, match="is unknown"):
+        with pytest.raises(turns.SessionLost, match="is unknown"):
             await bench.answer_turn(call("note", word="x"), 0, bench.session("s"), stored=intended)
         assert bench.noted() == ["died", "x"]
 
@@ -363,7 +359,7 @@ def test_with_pure_a_lost_session_is_made_again(tmp_path):
         await bench.environments.reset(bench.session())
         bench.environments.end_session("t")
         assert "1" in bench.told(await bench.answer_turn(call("note", word="x"), 1))
-        with pytest.raises(SessionLost, match="exit code 5"):
+        with pytest.raises(turns.SessionLost, match="exit code 5"):
             await bench.answer_turn(call("do", what="die"), session=bench.session("d"))
         assert bench.noted() == ["x", "died", "died"] and bench.intended == []
 
@@ -412,7 +408,7 @@ def test_siblings_begin_alike_and_a_reset_that_fails_is_tried_again(tmp_path):
         assert a == b and "Do it. Look. " in bench.model.decode(a)
         assert await environments.reset(bench.session("a", word="Look.")) == a
         assert await environments.reset(bench.session("c", word="fail-once"))
-        with pytest.raises(EnvironmentFailed, match="no server"):
+        with pytest.raises(turns.EnvironmentFailed, match="no server"):
             await environments.reset(bench.session("d", word="fail"))
 
     in_bench(tmp_path, body)
@@ -466,7 +462,7 @@ def test_a_daemon_ends_with_its_session_and_no_other(tmp_path, end):
         if end == "forgotten":
             bench.environments.end_session("a")
         elif end == "died":
-            with pytest.raises(SessionLost):
+            with pytest.raises(turns.SessionLost):
                 await bench.answer_turn(call("do", what="die"), 1, sessions[0])
         elif end == "killed":
             session = bench.environments._conversations["a"].process
@@ -528,10 +524,10 @@ def test_when_that_process_is_killed_one_call_is_blamed_and_none_is_made_again(t
             await asyncio.sleep(0.01)
         bench.environments._pool._warm.kill()
         ends = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(end) for end in ends] == [EnvironmentFailed, SessionLost]
-        with pytest.raises(SessionLost, match="its session was lost") as gone:
+        assert [type(end) for end in ends] == [turns.EnvironmentFailed, turns.SessionLost]
+        with pytest.raises(turns.SessionLost, match="its session was lost") as gone:
             await bench.answer_turn(call("note", word="y"), 1, bench.session("used"))
-        assert not isinstance(gone.value, EnvironmentFailed)
+        assert not isinstance(gone.value, turns.EnvironmentFailed)
         assert "4" in bench.told(
             await bench.answer_turn(call("note", word="z"), 0, bench.session("new"))
         )
