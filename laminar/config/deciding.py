@@ -15,17 +15,6 @@ import msgspec
 
 from laminar.config.declaring import Section
 
-_FIRST = (
-    "seed", "groups_per_step", "group_size", "min_scored", "max_staleness", "groups_per_version",
-    "total_steps", "total_epochs", "shuffle", "drop_last", "test_freq", "val_before_train",
-    "batch_strategy", "reward_scope", "resume_timeout_ms", "batch_timeout_ms", "start_timeout_ms",
-    "stall_ms", "engine_start_ms", "max_error_permille", "disk_full_timeout_ms", "eval_answers",
-    "repack_policy", "repack_interval_ms", "repack_release_timeout_ms", "repack_prefill_tokens",
-    "save_freq", "filter_metric", "filter_batches", "in_flight", "stream", "max_sessions",
-    "turn_timeout_ms", "max_nonfinite_updates",
-)  # fmt: skip
-"""The order in which logs of schema 5 hash the values; others follow in the order of the tree."""
-
 
 class Decides(NamedTuple):
     """Mark of a key, or of the result of a property, that decisions depend on.
@@ -64,8 +53,7 @@ def _walk(section: Section) -> Iterator[tuple[Section, Decides, Any]]:
 
 def list_fields(config: Section) -> list[tuple[str, type, Any]]:
     """Return the name, type and default of each value, in the order of their encoding."""
-    fields = {mark.name: (mark.name, type(value), mark.absent) for _, mark, value in _walk(config)}
-    return [*(fields.pop(name) for name in _FIRST), *fields.values()]
+    return [(mark.name, type(value), mark.absent) for _, mark, value in _walk(config)]
 
 
 def list_values(config: Section) -> dict[str, Any]:
