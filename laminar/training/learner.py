@@ -28,7 +28,6 @@ from torch import Tensor
 
 from laminar.config import AlgorithmConfig, Config, ConfigError
 from laminar.run.user_file import UserFunction
-from laminar.training import metrics, steps
 from laminar.training.algorithms.advantages import Estimator, with_penalties
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.algorithms.policy_losses import PolicyLoss
@@ -40,6 +39,15 @@ from laminar.training.engine_mismatch import (
     get_rounding,
     measure_movement,
     movement_rows,
+)
+from laminar.training.metrics import (
+    TokenFigures,
+    batch_metrics,
+    by_origin,
+    count_skipped,
+    memory_metrics,
+    reward_by_version,
+    token_metrics,
 )
 from laminar.training.model.footprint import (
     FLOAT32,
@@ -77,6 +85,17 @@ from laminar.training.objective import (
 from laminar.training.optimizer import apply_gradient, make_adamw, set_rate
 from laminar.training.ranks import SINGLE_RANK, Ranks
 from laminar.training.schedule import check_schedule, learning_rate
+from laminar.training.steps import (
+    CRITIC_WARMUP,
+    MISMATCH,
+    NO_SIGNAL,
+    StepResult,
+    TrainSample,
+    Update,
+    ids_digest,
+    sampled_by,
+    select_one_per_origin,
+)
 from laminar.training.trainer_state import LearnerFacts, check_same
 
 
@@ -88,14 +107,14 @@ def no_point(name: str) -> None:
 class _MiniBatch:
     sample_ids: tuple[str, ...]
     counts: BatchCounts  #: of all sequences, read or not
-    trained: list[steps.TrainSample]  #: samples with a gradient
-    scored: list[steps.TrainSample]  #: samples without gradient, read to check their engines
+    trained: list[TrainSample]  #: samples with a gradient
+    scored: list[TrainSample]  #: samples without gradient, read to check their engines
     skipped: int  #: sequences without gradient that are not read
     micros: list[MicroBatch]  #: passes of this rank: first those of `trained`
     with_gradient: int  #: number of passes with a gradient
 
     @property
-    def read(self) -> list[steps.TrainSample]:
+    def read(self) -> list[TrainSample]:
         return self.trained + self.scored
 
 
@@ -105,7 +124,7 @@ class _Batch:
 
     minis: list[_MiniBatch]
     proximal: list[list[Tensor]]  #: the scores of each pass with the weights before the step
-    figures: metrics.TokenFigures  #: complete with one mini-batch, else only the mismatch
+    figures: TokenFigures  #: complete with one mini-batch, else only the mismatch
     losses: tuple[float, float | None] | None  #: of a single mini-batch whose gradient is computed
     trains: bool  #: whether the policy is to be updated
 
@@ -157,7 +176,7 @@ class Learner:
             self.reference_digest = _digest_of(self.reference)
             self.reference.cast_weights(self.compute.dtype)
 
-    def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
+    def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0).
 
         Groups are cut into mini-batches in the order given. Raises ValueError for an empty batch,
@@ -173,7 +192,7 @@ class Learner:
         mismatch = batch.figures.compute_mismatch()
         made = _oldest_behind(samples)
         suspects = self._limits.find_suspects(mismatch, made, count_siblings(samples), step)
-        left_out = steps.sampled_by(samples, suspects)
+        left_out = sampled_by(samples, suspects)
         trained = ready
         if left_out:
             ready = self._estimator.assign_advantages(samples, left_out)
@@ -181,11 +200,11 @@ class Learner:
             batch = self._batch(trained, trains=step >= warm_up)
         updates, figures = self._updates(batch, step)
         of_critic = self._train_critic(trained, step)
-        return steps.StepResult(
+        return StepResult(
             step=step,
             updates=updates,
-            metrics=metrics.batch_metrics(ready, step)
-            | metrics.token_metrics(figures)
+            metrics=batch_metrics(ready, step)
+            | token_metrics(figures)
             | _update_metrics(updates, self.policy.vocab_limit)
             | of_critic
             | {
@@ -194,14 +213,12 @@ class Learner:
                 "mismatch/left_out": float(len(left_out)),
                 "mismatch/moved": self._limits.get_movement(step),
             }
-            | metrics.by_origin(
-                mismatch, batch.figures.went_on(), metrics.reward_by_version(samples)
-            ),
+            | by_origin(mismatch, batch.figures.went_on(), reward_by_version(samples)),
             mismatch=mismatch,
             suspects=suspects,
             left_out=left_out,
             num_tokens=sum(len(s.response_ids) for s in samples),
-            digest=steps.ids_digest(samples),
+            digest=ids_digest(samples),
         )
 
     @torch.no_grad()
@@ -246,11 +263,11 @@ class Learner:
         check_same(facts, self.collect_facts())
         self._limits.restore_movements(facts.moved)
 
-    def _prepare(self, samples: list[steps.TrainSample]) -> _MiniBatch:
+    def _prepare(self, samples: list[TrainSample]) -> _MiniBatch:
         truncated = self.config.algorithm.truncated
         return _mini_batch(samples, truncated, self._reads_all, self._passes)
 
-    def _passes(self, samples: Sequence[steps.TrainSample]) -> list[MicroBatch]:
+    def _passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """Build this rank's passes."""
         return build_passes(
             samples,
@@ -260,7 +277,7 @@ class Learner:
             ranks=self.ranks,
         )
 
-    def _train_critic(self, samples: Sequence[steps.TrainSample], step: int) -> dict[str, float]:
+    def _train_critic(self, samples: Sequence[TrainSample], step: int) -> dict[str, float]:
         """Train the critic, independent of the policy's update; `samples`: rows that count."""
         if self.critic is None or not samples:
             return {}
@@ -268,14 +285,14 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)  # one model has gradients at a time
         return self.critic.train_step(samples, step)
 
-    def _batch(self, ready: Sequence[steps.TrainSample], *, trains: bool) -> _Batch:
+    def _batch(self, ready: Sequence[TrainSample], *, trains: bool) -> _Batch:
         """Prepare everything before the first update; a single mini-batch includes its gradient.
 
         `ready`: samples with their advantages. `trains`: whether updates follow. With several
         mini-batches, the scores at the start of the step are taken; on the same micro-batches as in
         training, so that the ratio of the first mini-batch is exactly 1."""
         minis = [self._prepare(m) for m in mini_batches(ready, self.config.mini_batch_groups)]
-        figures = metrics.TokenFigures()
+        figures = TokenFigures()
         if len(minis) == 1 and trains:  # the current score is the one at the start of the step
             losses, scores = self._accumulate(minis[0], None, figures)
             proximal = [scores]
@@ -285,24 +302,20 @@ class Learner:
         figures.join(self.ranks, [s for mini in minis for s in mini.read])
         return _Batch(minis, proximal, figures, losses, trains)
 
-    def _proximal(self, micro: MicroBatch, figures: metrics.TokenFigures) -> Tensor:
+    def _proximal(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
         scores = score_micro_batch(self.policy, micro, self.compute)
         figures.add(micro, engine_mismatch(scores, micro.behaviour))
         return scores
 
-    def _updates(
-        self, batch: _Batch, step: int
-    ) -> tuple[tuple[steps.Update, ...], metrics.TokenFigures]:
+    def _updates(self, batch: _Batch, step: int) -> tuple[tuple[Update, ...], TokenFigures]:
         """Make the updates and measure how far they move the policy."""
         self.reached("policy-update")
         if not batch.minis:
             self._limits.record_movement(step, 0.0)
-            return (steps.Update((), steps.MISMATCH, 0.0, 0.0, None),), batch.figures
+            return (Update((), MISMATCH, 0.0, 0.0, None),), batch.figures
         if not batch.trains:
             self._limits.record_movement(step, 0.0)
-            left = (
-                steps.Update(m.sample_ids, steps.CRITIC_WARMUP, 0.0, 0.0, None) for m in batch.minis
-            )
+            left = (Update(m.sample_ids, CRITIC_WARMUP, 0.0, 0.0, None) for m in batch.minis)
             return tuple(left), batch.figures
         trained = [s for mini in batch.minis for s in mini.trained]
         parts = movement_rows(trained, self.config.trainer.micro_batch_tokens)
@@ -310,7 +323,7 @@ class Learner:
         exact = self.compute.dtype == torch.float32  # else rounding depends on the other rows
         scored = _scored_passes(batch) if exact else self._scored(few)
         before = gather_scores(few, scored, self.ranks)
-        figures = batch.figures if batch.losses else metrics.TokenFigures()
+        figures = batch.figures if batch.losses else TokenFigures()
         updates = tuple(
             self._update(mini, batch.losses or self._accumulate(mini, scores, figures)[0])
             for mini, scores in zip(batch.minis, batch.proximal, strict=True)
@@ -325,22 +338,22 @@ class Learner:
         self._limits.record_movement(step, distance)
         return updates, figures
 
-    def _scored(self, samples: Sequence[steps.TrainSample]) -> list[tuple[MicroBatch, Tensor]]:
+    def _scored(self, samples: Sequence[TrainSample]) -> list[tuple[MicroBatch, Tensor]]:
         """Score these samples alone with the current weights; return passes and scores."""
         return [(m, score_micro_batch(self.policy, m, self.compute)) for m in self._passes(samples)]
 
-    def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> steps.Update:
+    def _update(self, mini: _MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is skipped."""
-        reason: str | None = steps.NO_SIGNAL
+        reason: str | None = NO_SIGNAL
         norm = 0.0
         if mini.trained:
             norm, reason = apply_gradient(
                 self.optimizer, self.policy.model, self.config.optim.clip_grad
             )
-        return steps.Update(mini.sample_ids, reason, norm, *losses)
+        return Update(mini.sample_ids, reason, norm, *losses)
 
     def _accumulate(
-        self, mini: _MiniBatch, proximal: list[Tensor] | None, figures: metrics.TokenFigures
+        self, mini: _MiniBatch, proximal: list[Tensor] | None, figures: TokenFigures
     ) -> tuple[tuple[float, float | None], list[Tensor]]:
         """Run forward and, with a gradient, backward over all passes; return losses and scores."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -364,10 +377,10 @@ class Learner:
 
 
 def _mini_batch(
-    samples: list[steps.TrainSample],
+    samples: list[TrainSample],
     truncated: str,
     reads_all: bool,
-    passes_of: Callable[[Sequence[steps.TrainSample]], list[MicroBatch]],
+    passes_of: Callable[[Sequence[TrainSample]], list[MicroBatch]],
 ) -> _MiniBatch:
     """Count all samples, then select those that are read.
 
@@ -378,7 +391,7 @@ def _mini_batch(
     found = select_unmasked(samples, truncated)
     trained = [s for s in found if reads_all or np.any(s.advantage)]
     flat = [s for s in found if not (reads_all or np.any(s.advantage))]
-    scored = steps.select_one_per_origin(flat)
+    scored = select_one_per_origin(flat)
     passes_of_trained = passes_of(trained)
     return _MiniBatch(
         sample_ids=tuple(s.sample_id for s in samples),
@@ -412,7 +425,7 @@ def _check_loaded(
         raise ConfigError('a critic is loaded if and only if algorithm.adv_estimator = "gae"')
 
 
-def _oldest_behind(samples: Sequence[steps.TrainSample]) -> dict[int, int]:
+def _oldest_behind(samples: Sequence[TrainSample]) -> dict[int, int]:
     """Return by version the steps behind the oldest weights that its tokens depend on.
 
     A response that continued in flight may use a cache of those weights."""
@@ -423,7 +436,7 @@ def _oldest_behind(samples: Sequence[steps.TrainSample]) -> dict[int, int]:
     return made
 
 
-def _checked(samples: Sequence[steps.TrainSample], vocab_limit: int) -> Sequence[steps.TrainSample]:
+def _checked(samples: Sequence[TrainSample], vocab_limit: int) -> Sequence[TrainSample]:
     if not samples:
         raise ValueError("the batch is empty; a training step needs at least one sample")
     if len({s.sample_id for s in samples}) != len(samples):
@@ -444,12 +457,10 @@ def _check_ids(what: str, ids: np.ndarray, vocab_limit: int) -> None:
         )
 
 
-def run_measured_step(
-    learner: Learner, samples: Sequence[steps.TrainSample], step: int
-) -> steps.StepResult:
+def run_measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -> StepResult:
     """Run a step and add memory metrics, which differ if the step is repeated."""
     result = learner.train_step(samples, step)
-    memory = metrics.memory_metrics(learner.policy.device, learner.estimated_bytes)
+    memory = memory_metrics(learner.policy.device, learner.estimated_bytes)
     return replace(result, metrics=result.metrics | memory)
 
 
@@ -464,13 +475,13 @@ def replace_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
     learner.policy.model.load_state_dict(load().model.state_dict())
 
 
-def _update_metrics(updates: Sequence[steps.Update], vocab_limit: int) -> dict[str, float]:
+def _update_metrics(updates: Sequence[Update], vocab_limit: int) -> dict[str, float]:
     """Average over the step's mini-batches; the losses are already sums over their tokens."""
     found = {
         "actor/pg_loss": float(np.mean([u.pg_loss for u in updates])),
         "actor/grad_norm": float(np.mean([u.grad_norm for u in updates])),
         "actor/max_entropy": math.log(vocab_limit),
-        **metrics.count_skipped("actor", [u.skipped_reason for u in updates]),
+        **count_skipped("actor", [u.skipped_reason for u in updates]),
     }
     kl_losses = [u.kl_loss for u in updates if u.kl_loss is not None]
     return found | ({"actor/kl_loss": float(np.mean(kl_losses))} if kl_losses else {})

@@ -27,8 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar.engines import protocol
 from laminar.engines.hf_config import parse_hf_config
+from laminar.engines.protocol import (
+    LENGTH,
+    STOP,
+    EngineError,
+    EngineStats,
+    GenerateRequest,
+    KvOnUpdate,
+    TokenDelta,
+)
 from laminar.engines.requests import check_request, check_sequence
 from laminar.engines.spans import Lengths, SlotSpan, SpanPlanner, round_up
 from laminar.engines.torch.model import DecoderModel
@@ -44,7 +52,7 @@ SCORE_CACHE = 8192  #: positions of the cache for scores, unless a sequence is l
 class _Sequence:
     """A running request; the cache has its tokens except the last."""
 
-    request: protocol.GenerateRequest
+    request: GenerateRequest
     ids: list[int]  #: prompt included
     load: int  #: number of the load whose weights made the prompt's cache
 
@@ -66,10 +74,10 @@ class TorchEngine:
         spec = parse_hf_config(hf_config)
         _check_sizes(max_num_seqs, max_model_len, spec.max_positions)
         if dtype not in (torch.float32, torch.bfloat16):
-            raise protocol.EngineError(f"dtype = {dtype} is not supported; use float32 or bfloat16")
+            raise EngineError(f"dtype = {dtype} is not supported; use float32 or bfloat16")
         limit = spec.vocab_size if vocab_limit is None else vocab_limit
         if not 1 <= limit <= spec.vocab_size:
-            raise protocol.EngineError(
+            raise EngineError(
                 f"vocab_limit = {limit} does not fit the model's vocab_size = {spec.vocab_size}; "
                 "use the tokenizer that belongs to the model"
             )
@@ -88,13 +96,13 @@ class TorchEngine:
         #: the last load, if streamed, until the first sampling with it
         self._streamed: StreamedLoad | None = None
         self._active: list[_Sequence] = []  # index = slot
-        self._waiting: deque[protocol.GenerateRequest] = deque()
+        self._waiting: deque[GenerateRequest] = deque()
 
-    def add(self, request: protocol.GenerateRequest) -> None:
+    def add(self, request: GenerateRequest) -> None:
         name = f"request {request.request_id}"
         ids = {s.request.request_id for s in self._active} | {r.request_id for r in self._waiting}
         if request.request_id in ids:
-            raise protocol.EngineError(f"{name} is already running; abort it first")
+            raise EngineError(f"{name} is already running; abort it first")
         check_request(request, self._max_len, self._model.vocab_limit)
         self._waiting.append(request)
 
@@ -112,7 +120,7 @@ class TorchEngine:
         return False
 
     @torch.inference_mode()
-    def step(self) -> list[protocol.TokenDelta]:
+    def step(self) -> list[TokenDelta]:
         if not self._active and not self._waiting:
             return []
         self._require_weights()
@@ -123,12 +131,12 @@ class TorchEngine:
         return self._emit_deltas(*_decode_step(self._model, self._active, lengths, spans))
 
     def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], on_update: protocol.KvOnUpdate | None = None
+        self, tensors: Iterable[tuple[str, Tensor]], on_update: KvOnUpdate | None = None
     ) -> None:
         self._begin_load(on_update)
         try:
             self._model.weights.load(tensors)
-        except protocol.EngineError:
+        except EngineError:
             self.close()
             raise
         self._loaded = True
@@ -142,14 +150,14 @@ class TorchEngine:
     @torch.inference_mode()
     def load_partial(self, tensors: Iterable[tuple[str, Tensor]], last: bool) -> None:
         if self._streamed is None or self._loaded:
-            raise protocol.EngineError("no weights are expected; call expect_weights first")
+            raise EngineError("no weights are expected; call expect_weights first")
         try:
             self._streamed.copy(tensors)
             self._admit_waiting(self._streamed)
             self._streamed.advance_layers()
             if last:
                 self._streamed.finish_load()
-        except protocol.EngineError:
+        except EngineError:
             self.close()
             raise
         self._loaded = last
@@ -173,8 +181,8 @@ class TorchEngine:
                 scores[index] = row
         return scores
 
-    def get_stats(self) -> protocol.EngineStats:
-        return protocol.EngineStats(
+    def get_stats(self) -> EngineStats:
+        return EngineStats(
             kv_used_tokens=sum(len(sequence.ids) for sequence in self._active),
             kv_capacity_tokens=self._slots * self._max_len,
             running=len(self._active),
@@ -193,12 +201,12 @@ class TorchEngine:
 
     def _require_weights(self) -> None:
         if not self._loaded:
-            raise protocol.EngineError("the engine has no weights; call load_weights first")
+            raise EngineError("the engine has no weights; call load_weights first")
 
-    def _begin_load(self, on_update: protocol.KvOnUpdate | None = None) -> None:
+    def _begin_load(self, on_update: KvOnUpdate | None = None) -> None:
         self._loads += 1
         if on_update is None and self._active:
-            raise protocol.EngineError(
+            raise EngineError(
                 f"cannot load weights while {len(self._active)} sequences are running; "
                 "finish or abort them first"
             )
@@ -216,7 +224,7 @@ class TorchEngine:
             return
         self.close()
         self._model.cache.clear()
-        raise protocol.EngineError(
+        raise EngineError(
             "the model computes non-finite logits: the loaded weights are broken; "
             "all sequences were dropped, load other weights"
         )
@@ -228,7 +236,7 @@ class TorchEngine:
         others, and those whose prompt already runs, get copies. This fills only the cache: the last
         token of each goes through the decode step.
         """
-        siblings: dict[tuple[int, ...], list[protocol.GenerateRequest]] = {}
+        siblings: dict[tuple[int, ...], list[GenerateRequest]] = {}
         for _ in range(min(self._slots - len(self._active), len(self._waiting))):
             request = self._waiting.popleft()
             siblings.setdefault(request.prompt_ids + request.done_ids, []).append(request)
@@ -274,7 +282,7 @@ class TorchEngine:
         self._active = [self._active[slot] for slot in order]
         return lengths[order]
 
-    def _emit_deltas(self, tokens: list[int], logprobs: list[float]) -> list[protocol.TokenDelta]:
+    def _emit_deltas(self, tokens: list[int], logprobs: list[float]) -> list[TokenDelta]:
         self._require_finite(logprobs)
         deltas, finished = [], []
         for slot, sequence in enumerate(self._active):
@@ -282,14 +290,12 @@ class TorchEngine:
             sequence.ids.append(token)
             reason = None
             if token in request.stop_ids:
-                reason = protocol.STOP
+                reason = STOP
             elif len(sequence.ids) - len(request.prompt_ids) >= request.max_new_tokens:
-                reason = protocol.LENGTH
+                reason = LENGTH
             if reason:
                 finished.append(slot)
-            deltas.append(
-                protocol.TokenDelta(request.request_id, [token], [logprob], reason, self._loads)
-            )
+            deltas.append(TokenDelta(request.request_id, [token], [logprob], reason, self._loads))
         for slot in reversed(finished):  # from the end: the row moved down is never finished itself
             self._release_slot(slot)
         return deltas
@@ -342,11 +348,9 @@ def sample_tokens(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> tupl
 
 def _check_sizes(max_num_seqs: int, max_model_len: int, max_positions: int) -> None:
     if max_num_seqs < 1:
-        raise protocol.EngineError(
-            f"max_num_seqs = {max_num_seqs} is too small; it must be at least 1"
-        )
+        raise EngineError(f"max_num_seqs = {max_num_seqs} is too small; it must be at least 1")
     if not 2 <= max_model_len <= max_positions:
-        raise protocol.EngineError(
+        raise EngineError(
             f"max_model_len = {max_model_len} must lie between 2 and the model's "
             f"max_position_embeddings = {max_positions}"
         )

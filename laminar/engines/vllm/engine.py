@@ -29,7 +29,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from laminar.engines import protocol
+from laminar.engines.protocol import (
+    EngineError,
+    EngineStats,
+    EngineStep,
+    GenerateRequest,
+    KvOnUpdate,
+    TokenDelta,
+    WeightSource,
+)
 from laminar.engines.requests import check_request, check_sequence
 from laminar.engines.vllm.output import ProcessOutput
 from laminar.engines.vllm.requests import NOT_FINITE, ActiveRequests
@@ -53,7 +61,7 @@ class Gauges(StatLoggerBase):
         self.kv_used = 0.0  #: share of the cache
         self.running = self.waiting = self.preempted = 0
         self.prefix_queries = self.prefix_hits = 0  #: tokens
-        self.steps: deque[protocol.EngineStep] = deque(maxlen=MAX_STEP_RECORDS)
+        self.steps: deque[EngineStep] = deque(maxlen=MAX_STEP_RECORDS)
         self.last_ns = time.monotonic_ns()  #: end of a step, or arrival of work at an idle engine
 
     def record(
@@ -74,7 +82,7 @@ class Gauges(StatLoggerBase):
             self.preempted += iteration_stats.num_preempted_reqs
             tokens = iteration_stats.num_generation_tokens
             if tokens:
-                self.steps.append(protocol.EngineStep(self.last_ns, now, tokens, tokens))
+                self.steps.append(EngineStep(self.last_ns, now, tokens, tokens))
         self.last_ns = now
 
     def log_engine_initialized(self) -> None:
@@ -89,7 +97,7 @@ class VllmEngine:
         llm: AsyncLLM,
         gauges: Gauges,
         thread: Executor,
-        on_deltas: Callable[[list[protocol.TokenDelta]], None],
+        on_deltas: Callable[[list[TokenDelta]], None],
         printed: ProcessOutput,
         *,
         max_model_len: int,
@@ -116,11 +124,11 @@ class VllmEngine:
         call = self._llm.collective_rpc("laminar_begin", args=(self._vocab_limit,))
         await self._call_core(RPC_TIMEOUT_S, "its first call", call)
 
-    def add(self, request: protocol.GenerateRequest) -> asyncio.Future[None]:
+    def add(self, request: GenerateRequest) -> asyncio.Future[None]:
         accepted: asyncio.Future[None] = self._loop.create_future()
         try:
             self._check_request(request)
-        except protocol.EngineError as error:
+        except EngineError as error:
             accepted.set_exception(error)
             return accepted
         if not self._running:
@@ -134,15 +142,15 @@ class VllmEngine:
         return self._loop.create_task(call)
 
     def load(
-        self, source: protocol.WeightSource, on_update: protocol.KvOnUpdate | None = None
+        self, source: WeightSource, on_update: KvOnUpdate | None = None
     ) -> asyncio.Future[None]:
         self._loads += 1
         return self._loop.create_task(self._load(source, on_update))
 
     def expect_weights(self) -> asyncio.Future[None]:
-        raise protocol.EngineError("vLLM loads whole versions only; set rollout.load = whole")
+        raise EngineError("vLLM loads whole versions only; set rollout.load = whole")
 
-    def load_partial(self, source: protocol.WeightSource, num_bytes: int) -> asyncio.Future[None]:
+    def load_partial(self, source: WeightSource, num_bytes: int) -> asyncio.Future[None]:
         return self.expect_weights()
 
     def resume_sampling(self) -> asyncio.Future[None]:
@@ -153,9 +161,9 @@ class VllmEngine:
     ) -> asyncio.Future[list[list[float]]]:
         return self._loop.create_task(self._compute_logprobs(sequences))
 
-    def get_stats(self) -> protocol.EngineStats:
+    def get_stats(self) -> EngineStats:
         gauges = self._gauges
-        return protocol.EngineStats(
+        return EngineStats(
             kv_used_tokens=round(gauges.kv_used * self._kv_capacity),
             kv_capacity_tokens=self._kv_capacity,
             running=gauges.running,
@@ -165,7 +173,7 @@ class VllmEngine:
             prefix_cache_hits=gauges.prefix_hits,
         )
 
-    def drain_steps(self) -> list[protocol.EngineStep]:
+    def drain_steps(self) -> list[EngineStep]:
         records = list(self._gauges.steps)
         self._gauges.steps.clear()
         return records
@@ -178,20 +186,16 @@ class VllmEngine:
         if not self.failed.done():
             self.failed.set_result(None)
 
-    def _check_request(self, request: protocol.GenerateRequest) -> None:
+    def _check_request(self, request: GenerateRequest) -> None:
         self._require_alive()
         self._require_weights()
         if request.request_id in self._running:
-            raise protocol.EngineError(
-                f"request {request.request_id} is already running; abort it first"
-            )
+            raise EngineError(f"request {request.request_id} is already running; abort it first")
         check_request(request, self._max_model_len, self._vocab_limit)
 
     # --- weights ------------------------------------------------------------------------------
 
-    async def _load(
-        self, source: protocol.WeightSource, on_update: protocol.KvOnUpdate | None
-    ) -> None:
+    async def _load(self, source: WeightSource, on_update: KvOnUpdate | None) -> None:
         self._require_alive()
         if on_update is None:
             self._require_idle("load weights")
@@ -202,9 +206,9 @@ class VllmEngine:
         try:
             failure = await self._replace_weights(source, on_update, label)
             if failure:
-                raise protocol.EngineError(failure)
+                raise EngineError(failure)
             self._loaded = True
-        except protocol.EngineError:
+        except EngineError:
             self._loaded = False
             self._running.drop_all()
             raise
@@ -213,7 +217,7 @@ class VllmEngine:
             self._running.resume_sampling()
 
     async def _replace_weights(
-        self, source: protocol.WeightSource, on_update: protocol.KvOnUpdate | None, label: str
+        self, source: WeightSource, on_update: KvOnUpdate | None, label: str
     ) -> str | None:
         """Replace the weights between two steps of the core; return an error, if any."""
         llm, keeps = self._llm, on_update == "keep"
@@ -250,7 +254,7 @@ class VllmEngine:
         scores: list[list[float]] = await self._call_core(LOAD_TIMEOUT_S, "a score", rows)
         self._broken |= not all(math.isfinite(score) for row in scores for score in row)
         if self._broken:
-            raise protocol.EngineError(f"{NOT_FINITE}; load other weights")
+            raise EngineError(f"{NOT_FINITE}; load other weights")
         self._proved = True
         return scores
 
@@ -270,15 +274,15 @@ class VllmEngine:
     def _require_alive(self) -> None:
         if self.failed.done():
             cause = self.failed.exception()
-            raise protocol.EngineError(f"the engine has stopped{f': {cause}' if cause else ''}")
+            raise EngineError(f"the engine has stopped{f': {cause}' if cause else ''}")
 
     def _require_weights(self) -> None:
         if not self._loaded:
-            raise protocol.EngineError("the engine has no weights; call load first")
+            raise EngineError("the engine has no weights; call load first")
 
     def _require_idle(self, what: str) -> None:
         if self._running:
-            raise protocol.EngineError(
+            raise EngineError(
                 f"cannot {what} while {len(self._running)} sequences are running; "
                 "finish or abort them first"
             )
@@ -291,11 +295,11 @@ class VllmEngine:
             self._fail_engine(f"vLLM's engine core did not answer {what} within {seconds:.0f} s")
         except EngineDeadError:
             self._fail_engine(self._describe_death())
-        except protocol.EngineError:
+        except EngineError:
             raise
         except Exception as error:
-            raise protocol.EngineError(f"vLLM's engine core failed at {what}: {error}") from error
-        raise protocol.EngineError(str(self.failed.exception()))
+            raise EngineError(f"vLLM's engine core failed at {what}: {error}") from error
+        raise EngineError(str(self.failed.exception()))
 
     async def _watch_core(self) -> None:
         """Detect a core that dies while idle, and one that is frozen."""
@@ -332,7 +336,7 @@ class VllmEngine:
     def _fail_engine(self, why: str) -> None:
         """Fail the engine, once, and drop all requests: no answer can come."""
         if not self.failed.done():
-            self.failed.set_exception(protocol.EngineError(why))
+            self.failed.set_exception(EngineError(why))
             self._running.drop_all()
 
 

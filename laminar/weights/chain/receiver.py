@@ -21,7 +21,6 @@ import msgspec
 import xxhash
 
 from laminar.weights.arena.region import Region
-from laminar.weights.chain import wire
 from laminar.weights.chain.reports import (
     Received,
     Report,
@@ -31,6 +30,20 @@ from laminar.weights.chain.reports import (
     Trouble,
 )
 from laminar.weights.chain.transport import Transport
+from laminar.weights.chain.wire import (
+    BadBytes,
+    ChainHello,
+    Decline,
+    FrameHeader,
+    FrameKind,
+    FromPredecessor,
+    Offer,
+    Resend,
+    Seal,
+    ShareStarted,
+    VersionDone,
+    Want,
+)
 from laminar.weights.delta.cache import Delta, DeltaCache
 from laminar.weights.delta.codec import DeltaError
 from laminar.weights.delta.rebuild import Rebuild, begin_rebuild
@@ -104,11 +117,11 @@ class Receiver:
         self._link: Transport | None = None
         self._fail: Callable[[str], None] = lambda reason: None
         self._peer = ""
-        self._offer: wire.Offer | None = None  #: offer that waits for a slot
+        self._offer: Offer | None = None  #: offer that waits for a slot
         self._taken = 0  #: number of the offer of `incoming`
         self._slot_wanted = False
         self._arrival = ReceiveProgress()
-        self._refusals: Counter[tuple[wire.FrameKind, int]] = Counter()
+        self._refusals: Counter[tuple[FrameKind, int]] = Counter()
         self._rebuild: Rebuild | None = None  #: delta rebuild of `incoming`
         self._block = bytearray()  #: body of the block that is arriving
 
@@ -128,14 +141,14 @@ class Receiver:
         self._link = self._offer = None
         self._end_rebuild()
 
-    def handle_message(self, message: wire.FromPredecessor) -> None:
-        if isinstance(message, wire.Offer):
+    def handle_message(self, message: FromPredecessor) -> None:
+        if isinstance(message, Offer):
             self._on_offer(message)
-        elif isinstance(message, wire.Seal):
+        elif isinstance(message, Seal):
             self._on_seal(message)
         else:
-            assert isinstance(message, wire.ChainHello)
-            raise wire.BadBytes("second-hello", message.name)
+            assert isinstance(message, ChainHello)
+            raise BadBytes("second-hello", message.name)
 
     def report_pace(self, now: float) -> float | None:
         """Report the pace of a slow transfer; return when to check again."""
@@ -146,10 +159,10 @@ class Receiver:
 
     # --- which version, into which slot ---------------------------------------------------------
 
-    def _on_offer(self, offer: wire.Offer) -> None:
+    def _on_offer(self, offer: Offer) -> None:
         version = offer.draft.version
         if len(offer.checksums) not in (0, 8 * count_chunks(offer.draft)):
-            raise wire.BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
+            raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
         self._offer = None
         held = self._table.get(version)
         latest = self._table.get_latest()
@@ -173,13 +186,13 @@ class Receiver:
             self._slot_wanted = True
             self._emit(SlotWanted(version, offer.draft.total_bytes))
 
-    def _confirm_held(self, held: VersionCopy, offer: wire.Offer) -> None:
+    def _confirm_held(self, held: VersionCopy, offer: Offer) -> None:
         version = held.version
         if offer.digest not in ("", held.digest):
             detail = f"{held.digest} is held, {offer.digest} was offered"
             self._report_trouble("wrong-digest", version, detail)
             return self._send_decline(version, detail)
-        self._send(wire.VersionDone(version=version, digest=held.digest))
+        self._send(VersionDone(version=version, digest=held.digest))
 
     def take_slot(self, slot: int) -> None:
         """Take a granted slot for the version that is on offer now."""
@@ -211,7 +224,7 @@ class Receiver:
         if self._offer is not None and self._offer.draft.version == copy.version:
             self._on_offer(self._offer)
         elif not copy.complete:
-            self._send(wire.ShareStarted(version=copy.version))
+            self._send(ShareStarted(version=copy.version))
 
     def _receive_into(self, slot: int) -> None:
         """Receive the offered version into this slot."""
@@ -247,7 +260,7 @@ class Receiver:
         assert self.incoming is not None
         from_block = self._rebuild.next_block if self._rebuild is not None else None
         have = pack_have(self.incoming.have)
-        self._send(wire.Want(offer=self._taken, have=have, from_block=from_block))
+        self._send(Want(offer=self._taken, have=have, from_block=from_block))
 
     def _let_go(self) -> int:
         """Drop the version that is being received and return its slot, which is free now."""
@@ -258,7 +271,7 @@ class Receiver:
         self._forwarder.drop_version(copy.version)
         return copy.slot
 
-    def _on_seal(self, message: wire.Seal) -> None:
+    def _on_seal(self, message: Seal) -> None:
         offer = self._offer
         if self.incoming is not None and self.incoming.version == message.version:
             self.incoming.set_expected((), message.digest)
@@ -267,7 +280,7 @@ class Receiver:
 
     # --- bytes --------------------------------------------------------------------------------
 
-    def get_buffer(self, header: wire.FrameHeader) -> memoryview:
+    def get_buffer(self, header: FrameHeader) -> memoryview:
         """Return the buffer for a chunk or block.
 
         A chunk that was not requested is refused, as it would overwrite verified bytes.
@@ -275,21 +288,21 @@ class Receiver:
         if not self._arrival.num_bytes:
             self._arrival.begun = self._arrival.told = self._clock()
         self._arrival.num_bytes += header.length
-        if header.kind == wire.FrameKind.BLOCK:
+        if header.kind == FrameKind.BLOCK:
             self._arrival.by_delta = True
             self._block = bytearray(header.length)
             return memoryview(self._block)
         copy, index = self.incoming, header.position
         if copy is None or copy.version != header.version or index >= copy.num_chunks:
-            raise wire.BadBytes("unasked-chunk", f"{header}")
+            raise BadBytes("unasked-chunk", f"{header}")
         target = copy.get_chunk(index)
         if copy.have[index] or target.nbytes != header.length:
-            raise wire.BadBytes("unasked-chunk", f"{header}")
+            raise BadBytes("unasked-chunk", f"{header}")
         target.populate_pages()
         return target.view
 
-    def handle_body(self, header: wire.FrameHeader) -> None:
-        if header.kind == wire.FrameKind.BLOCK:
+    def handle_body(self, header: FrameHeader) -> None:
+        if header.kind == FrameKind.BLOCK:
             return self._handle_block(header)
         copy = self.incoming
         assert copy is not None
@@ -297,9 +310,9 @@ class Receiver:
             self._forwarder.add_chunk(copy.version, header.position)
         else:
             self._count_damage(header)
-            self._send(wire.Resend(version=copy.version, position=header.position))
+            self._send(Resend(version=copy.version, position=header.position))
 
-    def _count_damage(self, header: wire.FrameHeader) -> None:
+    def _count_damage(self, header: FrameHeader) -> None:
         """Count a damaged chunk or block; the third time raises BadBytes, ending the connection."""
         self.damaged += 1
         name = header.kind.name.lower()
@@ -309,13 +322,11 @@ class Receiver:
         )
         self._refusals[header.kind, header.position] += 1
         if self._refusals[header.kind, header.position] >= REFUSALS_MAX:
-            raise wire.BadBytes(
-                f"damaged-{name}", f"{where} of version {header.version}, repeatedly"
-            )
+            raise BadBytes(f"damaged-{name}", f"{where} of version {header.version}, repeatedly")
 
     # --- deltas -------------------------------------------------------------------------------
 
-    def _handle_block(self, header: wire.FrameHeader) -> None:
+    def _handle_block(self, header: FrameHeader) -> None:
         rebuild, copy = self._rebuild, self.incoming
         if rebuild is None or copy is None or copy.version != header.version:
             return  # belongs to a delta that was given up here
@@ -387,7 +398,7 @@ class Receiver:
             return self._send_decline(version, detail)
         if version < self._table.get_latest():
             self._emit(SlotReturned(self._let_go()))
-            return self._send(wire.VersionDone(version=version, digest=digest))
+            return self._send(VersionDone(version=version, digest=digest))
         self._end_rebuild()
         self.incoming = None
         copy.complete = True
@@ -396,7 +407,7 @@ class Receiver:
         self._emit(
             Received(copy.get_manifest(), copy.slot, arrival.by_delta, arrival.num_bytes, seconds)
         )
-        self._send(wire.VersionDone(version=version, digest=digest))
+        self._send(VersionDone(version=version, digest=digest))
         self._drop_older()
         self._forwarder.refresh_offer()
 
@@ -415,14 +426,12 @@ class Receiver:
 
     # --- helpers ------------------------------------------------------------------------------
 
-    def _send(
-        self, message: wire.ShareStarted | wire.Want | wire.Resend | wire.VersionDone | wire.Decline
-    ) -> None:
+    def _send(self, message: ShareStarted | Want | Resend | VersionDone | Decline) -> None:
         if self._link is not None:
             self._link.send(message)
 
     def _send_decline(self, version: int, reason: str) -> None:
-        self._send(wire.Decline(version=version, reason=reason))
+        self._send(Decline(version=version, reason=reason))
 
     def _report_trouble(self, kind: str, version: int, detail: str) -> None:
         self._emit(Trouble(kind, version, self._peer, detail))
