@@ -43,9 +43,14 @@ from laminar.run.parent_death import die_with_parent
 from laminar.run.process_guard import guard_command
 
 END_S = 5.0  #: wait for the end of a process that was told to end
-UNKNOWN_CODE = 255  #: exit code where it is unknown, as in asyncio
 TAIL_BYTES, LAST_LINES, LAST_CHARS = 4096, 3, 300  #: limits of the output in a failure's reason
 Output = Callable[[bytes], object]  #: callback for the stderr of a child
+
+
+def print_output(data: bytes) -> None:
+    """Pass the stderr of a child on to that of this process."""
+    with suppress(OSError):
+        os.write(2, data)
 
 
 class Spawned(NamedTuple):
@@ -106,7 +111,7 @@ class ChildProcess:
         try:
             found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         except ChildProcessError:  # reaped by another part of this process
-            self.returncode = UNKNOWN_CODE
+            self.returncode = 255
         else:
             if found is None:
                 return
