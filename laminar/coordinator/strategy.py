@@ -13,11 +13,9 @@ not run it again.
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +25,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId
 from laminar.run.child_channel import ChildLost, Ready, Refused
-from laminar.run.child_process import Child, connect_user_code, spawn
+from laminar.run.child_process import Child, connect_user_code, print_output, spawn
 from laminar.run.user_file import load_user_function
 
 ANSWER_BYTES_MAX = 16 << 20
@@ -96,7 +94,7 @@ class StrategyWorker:
                     stderr=subprocess.PIPE,
                 ),
                 StrategyAnswer,
-                on_output=partial(os.write, 2),
+                on_output=print_output,
                 bytes_max=ANSWER_BYTES_MAX,
             )
             await self._process.handshake(START_S)

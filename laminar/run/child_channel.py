@@ -185,17 +185,14 @@ class Channel:
     def expect_reply(self) -> None:
         """Take the next message for a reply."""
         self._reply = self._loop.create_future()
+        if self.ended.done():
+            self._reply.set_exception(self.ended.result())
 
     async def wait_for_reply(self, timeout_s: float | None) -> Any:
         """Return the expected reply."""
         assert self._reply is not None
-        futures = (self._reply, self.ended)
-        await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if self._reply.done():
-            return self._reply.result()
-        if self.ended.done():
-            raise self.ended.result()
-        raise TimeoutError
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(self._reply)
 
     def drain(self) -> None:
         """Read all that has been sent before now."""
@@ -206,6 +203,9 @@ class Channel:
         """Close the channel; only the first reason counts."""
         if not self.ended.done():
             self.ended.set_result(reason)
+            if self._reply is not None and not self._reply.done():
+                self._reply.set_exception(reason)
+                self._reply.exception()  # mark as retrieved, as there may be no waiter
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()

@@ -26,7 +26,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple
 
 from laminar.config import ConfigError
 from laminar.names.process_end import describe_exit
@@ -40,12 +40,16 @@ from laminar.run.child_channel import (
     make_garbage_error,
 )
 from laminar.run.parent_death import die_with_parent
-from laminar.run.process_guard import guard_command
 
 END_S = 5.0  #: wait for the end of a process that was told to end
-UNKNOWN_CODE = 255  #: exit code where it is unknown, as in asyncio
 TAIL_BYTES, LAST_LINES, LAST_CHARS = 4096, 3, 300  #: limits of the output in a failure's reason
 Output = Callable[[bytes], object]  #: callback for the stderr of a child
+
+
+def print_output(data: bytes) -> None:
+    """Pass the stderr of a child on to that of this process."""
+    with suppress(OSError):
+        os.write(2, data)
 
 
 class Spawned(NamedTuple):
@@ -72,12 +76,10 @@ def spawn(
     ours, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()
-        if guarded:
-            command = guard_command(fd, module, str(fd), "0", *words)
-        else:
-            command = [sys.executable, "-P", "-m", module, str(fd), str(os.getpid()), *words]
+        guard = ["laminar.run.process_guard", str(fd)] if guarded else []
+        parent = "0" if guarded else str(os.getpid())
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-m", *guard, module, str(fd), parent, *words],
             env=environment,
             stdin=subprocess.DEVNULL,
             stderr=stderr,
@@ -106,7 +108,7 @@ class ChildProcess:
         try:
             found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         except ChildProcessError:  # reaped by another part of this process
-            self.returncode = UNKNOWN_CODE
+            self.returncode = 255
         else:
             if found is None:
                 return
@@ -306,19 +308,14 @@ def fork_child(run: Callable[[], object]) -> int:
     """Fork a child that calls `run`, ends and dies with this process; return its pid.
 
     Signals are blocked in it: their handlers belong to the parent."""
-    parent, signals = os.getpid(), signal.valid_signals()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    parent, code = os.getpid(), 1
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        pid = os.fork()
-        if pid == 0:
-            _run_forked(run, parent)
+        if pid := os.fork():
+            return pid
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
-
-
-def _run_forked(run: Callable[[], object], parent: int) -> NoReturn:
-    code = 1
+        if os.getpid() == parent:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         die_with_parent(parent)
         run()

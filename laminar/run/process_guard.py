@@ -2,7 +2,7 @@
 
 Reads   nothing; FD is a pipe or socket whose other end the guard's parent holds
 Starts  a child that runs `python -m MODULE ARGUMENT...`
-Gives   guard_command; adopt_orphans, kill_children, reap_orphan
+Gives   adopt_orphans, list_children, kill_children, reap_orphan
 
 User code may start daemons, which leave their process group and session (setsid, double fork). On
 Linux, the guard becomes the parent of such orphans (prctl(2), PR_SET_CHILD_SUBREAPER). When the
@@ -30,11 +30,6 @@ END_GRACE_S = 1.0  #: time from the parent's end to the kill, for an idle child 
 KILL_S = 5.0  #: limit for the end of killed processes, of which one may be in a system call
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def guard_command(fd: int, module: str, *words: str) -> list[str]:
-    """Return the command of a guard, whose child runs `python -m module words`."""
-    return [sys.executable, "-P", "-m", "laminar.run.process_guard", str(fd), module, *words]
 
 
 def adopt_orphans() -> None:

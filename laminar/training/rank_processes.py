@@ -36,7 +36,7 @@ import msgspec
 from laminar.config import Config, ConfigError
 from laminar.names.process_end import describe_exit
 from laminar.run.child_channel import Channel, ChildLost, Ready
-from laminar.run.child_process import Child, spawn
+from laminar.run.child_process import Child, print_output, spawn
 from laminar.run.lock import describe_dead_owner, try_lock
 from laminar.run.permissions import open_private
 from laminar.training.trainer_state import CheckpointError
@@ -258,7 +258,7 @@ class RankProcesses:
             spawned,
             Reply,
             on_message=lambda reply: self._handle_reply(rank, reply),
-            on_output=partial(os.write, 2),
+            on_output=print_output,
             bytes_max=ORDER_BYTES_MAX,
         )
         rank.number, rank.beats, rank.waiting = number, beats, {}
