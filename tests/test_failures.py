@@ -9,7 +9,7 @@ import pytest
 
 from laminar.core.state.statuses import Phase
 from laminar.names.roles import ACTOR_ROLES, ROLE_TABLE, Loss, Place, Role
-from tools.kit.bench import Bench
+from tools.kit.bench import start_bench
 from tools.make.failures import page, read_value
 
 TEXT = (Path(__file__).parents[1] / "docs" / "failures.md").read_text()
@@ -29,8 +29,7 @@ def test_settings_and_constants_have_the_values_that_stand_beside_them() -> None
 
 def ends(name: str, *, machines: int = 2, save_freq: int = 20) -> bool:
     """Whether the run ends, or has failed, when this process is lost and does not come back."""
-    bench = Bench(nodes=machines, max_staleness=1, save_freq=save_freq)
-    bench.start()
+    bench = start_bench(nodes=machines, max_staleness=1, save_freq=save_freq)
     if name.startswith("node-"):
         bench.silent(name)
     else:
@@ -57,8 +56,7 @@ def test_a_trainer_without_checkpoints_ends_the_run_at_once() -> None:
 
 
 def test_a_batch_and_a_prompt_that_end_processes_are_given_up() -> None:
-    bench = Bench(save_freq=20)
-    bench.start()
+    bench = start_bench(save_freq=20)
     bench.complete("0.0", "0.1")
     for death in range(1, read_value("core.steps.step_replay.DEATHS_MAX") + 1):
         assert bench.state.run.phase == Phase.RUNNING, death

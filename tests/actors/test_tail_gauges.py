@@ -113,23 +113,20 @@ async def test_no_lengths_are_told_while_more_run_than_fit_into_a_batch(replica:
     assert told(replica).lengths == {}
 
 
-@pytest.mark.parametrize("replica", [("repack.policy=off",)], indirect=True)
-async def test_nothing_of_it_is_told_while_repack_is_off(replica: Replica) -> None:
+@pytest.mark.parametrize(
+    ("replica", "told"),
+    [(("repack.policy=off",), (0, 0, {})), ((), (16, 1, {T: 0}))],
+    indirect=["replica"],
+)
+async def test_gauges_carry_it_unless_repack_is_off(
+    replica: Replica, told: tuple[int, int, dict[str, int]]
+) -> None:
     await replica.runs()
     replica.host.spawn(replica.rollout.engine_reports.report_periodically(0.001))
     await until(lambda: bool(replica.host.gauges))
     gauge = replica.host.gauges[-1]
     assert isinstance(gauge, ev.TokenProgress)
-    assert (gauge.max_batch, gauge.as_of, gauge.lengths) == (0, 0, {})
-
-
-async def test_gauges_carry_it_otherwise(replica: Replica) -> None:
-    await replica.runs()
-    replica.host.spawn(replica.rollout.engine_reports.report_periodically(0.001))
-    await until(lambda: bool(replica.host.gauges))
-    gauge = replica.host.gauges[-1]
-    assert isinstance(gauge, ev.TokenProgress)
-    assert (gauge.max_batch, gauge.as_of, gauge.lengths) == (16, 1, {T: 0})
+    assert (gauge.max_batch, gauge.as_of, gauge.lengths) == told
 
 
 @pytest.mark.parametrize("replica", [("rollout.decode_budget_ms=20",)], indirect=True)

@@ -11,14 +11,12 @@ from laminar.config import ConfigError, load_config
 from laminar.coordinator.takeover import decide_resume
 from laminar.core.rules import NEW_RUN
 from laminar.events.base import Settings
-from tools.kit.bench import Bench
+from tools.kit.bench import Bench, start_bench
 
 
 def begun_with(settings: Settings) -> Bench:
     """A run all of whose processes are gone."""
-    bench = Bench(**{name: getattr(settings, name) for name in Settings.__struct_fields__})
-    bench.start()
-    return bench
+    return start_bench(**{name: getattr(settings, name) for name in Settings.__struct_fields__})
 
 
 def present() -> Settings:

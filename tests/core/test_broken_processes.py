@@ -14,7 +14,7 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Event
 from laminar.names.ids import TrajectoryId
 from tests.core.event_probes import fitting, spoiled
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 from tools.kit.random_worlds import random_world
 from tools.kit.world import World
 from tools.kit.world_parts import Process, step_completed
@@ -22,8 +22,7 @@ from tools.kit.world_parts import Process, step_completed
 
 def trained(**changes: object) -> Bench:
     """Two groups are in training, two more are generated."""
-    bench = Bench(max_staleness=1, **changes)
-    bench.start()
+    bench = start_bench(max_staleness=1, **changes)
     bench.complete(*bench.open_groups()[:2])
     return bench
 
@@ -111,8 +110,7 @@ def test_ends_with_negative_counts_leave_the_command_to_its_deadline() -> None:
 
 def test_head_that_received_what_was_not_published_is_no_end_of_the_wait() -> None:
     """The relay of the trainer's machine names the last version before its step is completed."""
-    bench = Bench(total_steps=1, groups_per_step=1)
-    bench.start()
+    bench = start_bench(total_steps=1, groups_per_step=1)
     bench.complete("0.0")
     bench.receive("relay-0", 1)
     bench.train(publish=False)
@@ -122,8 +120,7 @@ def test_head_that_received_what_was_not_published_is_no_end_of_the_wait() -> No
 
 
 def test_export_is_believed_under_its_own_number_only() -> None:
-    bench = Bench(total_steps=1, groups_per_step=1)
-    bench.start()
+    bench = start_bench(total_steps=1, groups_per_step=1)
     bench.complete("0.0")
     bench.train()
     assert bench.state.versions.export == 2

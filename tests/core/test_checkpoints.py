@@ -5,7 +5,7 @@ from __future__ import annotations
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 PATH = "checkpoints/step_0"
 
@@ -19,8 +19,7 @@ def save(bench: Bench, version: int, path: str = PATH, kept: tuple[int, ...] = (
 def with_an_evicted_version(capacity: int = 2) -> Bench:
     """rollout-0 generates group 0.0 with version 0, which the relay has evicted since; rollout-1
     has group 0.2 of version 1, and no room but for that with the usual capacity."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=capacity, replicas=2)
-    bench.start()
+    bench = start_bench(groups_per_step=1, max_staleness=1, capacity=capacity, replicas=2)
     bench.complete("0.1")
     bench.train(publish=False)
     bench.publish(1, 1, held=(1,))
@@ -82,8 +81,9 @@ def test_refused_checkpoint_is_read_by_nobody_else() -> None:
 
 def test_version_that_was_evicted_on_the_way_is_loaded_from_its_checkpoint() -> None:
     """An evaluation stays with its version: it need not move on to the newest."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, num_eval=2, val_before_train=True)
-    bench.start()
+    bench = start_bench(
+        groups_per_step=1, max_staleness=1, capacity=4, num_eval=2, val_before_train=True
+    )
     bench.complete("0.0")
     bench.train()
     save(bench, 0)
@@ -97,8 +97,9 @@ def test_version_that_was_evicted_on_the_way_is_loaded_from_its_checkpoint() -> 
 
 def test_checkpoint_of_an_evaluation_that_is_refused_gives_its_answers_up() -> None:
     """One answer waits for its reward, the other can be given by nobody any more."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, num_eval=2, val_before_train=True)
-    bench.start()
+    bench = start_bench(
+        groups_per_step=1, max_staleness=1, capacity=4, num_eval=2, val_before_train=True
+    )
     bench.complete("0.0")
     bench.train(publish=False)
     save(bench, 0)

@@ -11,22 +11,20 @@ from laminar.core.state.indexes import load_changed
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 
 def flying(**changes: object) -> Bench:
     """Two replicas on version 0, each with one group of two siblings and room for another."""
-    values: dict[str, object] = {
-        "in_flight": True,
-        "groups_per_version": 0,
-        "replicas": 2,
-        "capacity": 4,
-        "max_staleness": 1,
-        "groups_per_step": 1,
-    }
-    bench = Bench(**(values | changes))
-    bench.start()
-    return bench
+    return start_bench(
+        changes,
+        in_flight=True,
+        groups_per_version=0,
+        replicas=2,
+        capacity=4,
+        max_staleness=1,
+        groups_per_step=1,
+    )
 
 
 def trained(**changes: object) -> Bench:

@@ -18,22 +18,20 @@ from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
 from laminar.names.roles import Role
 from tests.core.repack.test_migration import moving
-from tools.kit.bench import Bench
+from tools.kit.bench import Bench, start_bench
 
 FIRST = TrajectoryId("0.0.0")
 
 
 def working() -> State:
     """Replicas on three machines generate; the trainer waits."""
-    bench = Bench(replicas=2, nodes=3, max_staleness=1, save_freq=1)
-    bench.start()
+    bench = start_bench(replicas=2, nodes=3, max_staleness=1, save_freq=1)
     return bench.state
 
 
 def idle() -> State:
     """Nothing runs, nothing is finished, and prompts are left: what must never come about."""
-    bench = Bench(replicas=1, capacity=4, max_staleness=1, num_train=2, total_steps=0)
-    bench.start()
+    bench = start_bench(replicas=1, capacity=4, max_staleness=1, num_train=2, total_steps=0)
     bench.complete(*bench.open_groups())
     bench.train()
     bench.write_ends()

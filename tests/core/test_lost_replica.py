@@ -9,30 +9,21 @@ from laminar.core.scheduling.admission import find_not_admitted_reason
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 
 def pair(**changes: object) -> Bench:
     """Two replicas on version 0, each with one group of two siblings and room for another."""
-    values: dict[str, object] = {
-        "replicas": 2,
-        "capacity": 4,
-        "max_staleness": 0,
-        "groups_per_step": 2,
-    }
-    bench = Bench(**(values | changes))
-    bench.start()
-    return bench
+    return start_bench(changes, replicas=2, capacity=4, max_staleness=0, groups_per_step=2)
 
 
 def behind_a_turn() -> tuple[Bench, ev.TurnFinished]:
     """In flight, a held-out answer is about to wait for its next turn: the replica of its session,
     rollout-0, is full, and the other one, which has room, has newer weights by now."""
     changes = {"in_flight": True, "max_sessions": 99, "groups_per_version": 0, "groups_per_step": 1}
-    bench = Bench(
+    bench = start_bench(
         replicas=2, capacity=5, max_staleness=9, num_eval=1, val_before_train=True, **changes
     )
-    bench.start()
     bench.complete("0.0")
     bench.train()
     bench.load("rollout-1")
@@ -59,8 +50,7 @@ def test_reserved_pull_fetches_the_version_of_lost_work() -> None:
     """The survivor runs version 1, the lost answer began with version 0, which the relay still
     holds: when the survivor empties it fetches version 0 back, finishes the lost answer, and
     only then takes new groups."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
-    bench.start()
+    bench = start_bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
     bench.complete("0.1")
     bench.train()
     bench.load("rollout-1")
@@ -74,10 +64,9 @@ def test_reserved_pull_fetches_the_version_of_lost_work() -> None:
 def test_lost_work_starts_over_when_nobody_turns_up() -> None:
     """No replica of version 0 has room for resume_timeout_ms: then the two siblings begin again on
     version 1 with other random numbers, and the group keeps its oldest deadline."""
-    bench = Bench(
+    bench = start_bench(
         groups_per_step=1, max_staleness=1, capacity=4, replicas=2, resume_timeout_ms=3000
     )
-    bench.start()
     bench.complete("0.1")
     bench.train()
     assert bench.pull_of("rollout-1") is not None
@@ -94,8 +83,9 @@ def test_lost_work_starts_over_when_nobody_turns_up() -> None:
 def test_lost_work_is_placed_on_a_replica_that_drains() -> None:
     """The survivor took its share and something newer waits: it admits no new group. Lost work is
     exempt from that; were it not, the trainer could wait for it for ever."""
-    bench = Bench(replicas=2, capacity=4, groups_per_step=1, max_staleness=2, groups_per_version=1)
-    bench.start()
+    bench = start_bench(
+        replicas=2, capacity=4, groups_per_step=1, max_staleness=2, groups_per_version=1
+    )
     bench.complete("0.1")
     bench.train()
     assert find_not_admitted_reason(bench.state, bench.replica("rollout-1")) == "draining"
@@ -105,8 +95,7 @@ def test_lost_work_is_placed_on_a_replica_that_drains() -> None:
 
 def test_evicted_version_means_start_over_at_once() -> None:
     """The relay holds version 0 no longer: waiting for it would be waiting for nothing."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=4, replicas=2)
-    bench.start()
+    bench = start_bench(groups_per_step=1, max_staleness=1, capacity=4, replicas=2)
     bench.complete("0.1")
     bench.train(publish=False)
     bench.publish(1, 1, held=(1,))
@@ -118,8 +107,7 @@ def test_evicted_version_means_start_over_at_once() -> None:
 def test_version_missing_during_a_reserved_pull() -> None:
     """The version was evicted between the command and the load: the relay says so, and the lost
     answer starts over on what there is."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
-    bench.start()
+    bench = start_bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
     bench.complete("0.1")
     bench.train()
     bench.load("rollout-1")
@@ -136,8 +124,7 @@ def test_version_missing_during_a_reserved_pull() -> None:
 def test_poison_prompt_is_quarantined_after_three_deaths() -> None:
     """A prompt kills whatever runs it. After the third death it is given up and its group ends, so
     that the run goes on with the others."""
-    bench = Bench(max_staleness=0, groups_per_step=1, capacity=2, total_steps=2)
-    bench.start()
+    bench = start_bench(max_staleness=0, groups_per_step=1, capacity=2, total_steps=2)
     for death in range(1, 4):
         bench.kill()
         bench.come_back(boot=f"b{death}")
@@ -150,8 +137,7 @@ def test_poison_prompt_is_quarantined_after_three_deaths() -> None:
 
 def test_silence_of_a_whole_machine_blames_no_work() -> None:
     """A cut of the network has ended nobody: what ran there is not a prompt that kills."""
-    bench = Bench(max_staleness=0, groups_per_step=1, capacity=2, total_steps=2)
-    bench.start()
+    bench = start_bench(max_staleness=0, groups_per_step=1, capacity=2, total_steps=2)
     for death in range(1, 4):
         bench.own(msgspec.structs.replace(bench.silence("rollout-0"), cut_off=True))
         bench.come_back(boot=f"b{death}")
@@ -163,8 +149,7 @@ def test_silence_of_a_whole_machine_blames_no_work() -> None:
 
 def test_rewards_wait_for_a_replica_and_are_scored_when_one_comes() -> None:
     """The only replica dies while it scores: the reward is unscored until it is back."""
-    bench = Bench(max_staleness=0)
-    bench.start()
+    bench = start_bench(max_staleness=0)
     bench.finish("0.0.0")
     assert not only(cmd.ScoreTrajectories, bench.kill())
     assert list(bench.state.work.unscored) == ["0.0.0"]
@@ -226,8 +211,7 @@ def test_restart_of_a_replica_that_is_lost_already_is_not_waited_for() -> None:
 
 def test_replica_that_is_to_be_restarted_and_falls_silent_is_asked_for_again() -> None:
     """The first order may have been lost with the connection; the second takes its place."""
-    bench = Bench(stall_ms=1_000)
-    bench.start()
+    bench = start_bench(stall_ms=1_000)
     assert only(cmd.RestartActor, bench.wait(1_500))
     assert only(cmd.RestartActor, bench.silent("rollout-0"))
     restarts = [key for key in bench.state.orders.commands if key.startswith("restart:")]
@@ -238,8 +222,9 @@ def test_replica_that_is_to_be_restarted_and_falls_silent_is_asked_for_again() -
 
 def test_lost_sibling_that_fails_leaves_the_other_to_be_resumed() -> None:
     """A late word from the replica that had them both: the second could not be trained anyway."""
-    bench = Bench(max_staleness=0, group_size=3, min_scored=1, capacity=3, resume_timeout_ms=10**6)
-    bench.start()
+    bench = start_bench(
+        max_staleness=0, group_size=3, min_scored=1, capacity=3, resume_timeout_ms=10**6
+    )
     bench.kill()
     bench.join("rollout-0", "b")
     bench.ready("rollout-0")

@@ -13,22 +13,21 @@ from laminar.core.store_orders import END_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.core.members.test_silent_nodes import fall_silent, speak_again
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 START_MS = 120_000
 
 
 def trained(**changes: object) -> Bench:
     """One group was trained; the store has not said yet that it has written its ends."""
-    values: dict[str, object] = {
-        "groups_per_step": 1,
-        "max_staleness": 1,
-        "capacity": 4,
-        "batch_timeout_ms": 10**9,
-        "start_timeout_ms": START_MS,
-    }
-    bench = Bench(**(values | changes))
-    bench.start()
+    bench = start_bench(
+        changes,
+        groups_per_step=1,
+        max_staleness=1,
+        capacity=4,
+        batch_timeout_ms=10**9,
+        start_timeout_ms=START_MS,
+    )
     bench.complete("0.0")
     bench.train()
     return bench

@@ -9,7 +9,7 @@ import pytest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 REPLICA = "rollout-0"
 
@@ -69,8 +69,7 @@ def again(bench: Bench, way: Way) -> None:
 @every_way
 def test_work_and_rewards_go_to_the_other_replica(way: Way) -> None:
     """One answer is being scored, three are being generated."""
-    bench = Bench(replicas=2, capacity=4, max_staleness=0)
-    bench.start()
+    bench = start_bench(replicas=2, capacity=4, max_staleness=0)
     bench.finish("0.0.0")
     commands = way(bench, REPLICA)
     assert {c.trajectory_id for c in only(cmd.GenerateTrajectory, commands)} == {
@@ -82,8 +81,7 @@ def test_work_and_rewards_go_to_the_other_replica(way: Way) -> None:
 @every_way
 def test_empty_replica_is_reserved_for_lost_work(way: Way) -> None:
     """The other replica is empty but has another version: it pulls the one that is needed."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
-    bench.start()
+    bench = start_bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
     bench.complete("0.1")
     bench.train()
     bench.load("rollout-1")
@@ -97,10 +95,9 @@ def test_empty_replica_is_reserved_for_lost_work(way: Way) -> None:
 def test_third_death_completes_a_batch(way: Way, strategy: str) -> None:
     """Two of three siblings are rewarded, the third killed its replica three times: without it the
     group is complete, and the trainer was waiting for it."""
-    bench = Bench(
+    bench = start_bench(
         groups_per_step=1, group_size=3, max_staleness=0, capacity=3, batch_strategy=strategy
     )
-    bench.start()
     for sibling in ("0.0.0", "0.0.1"):
         bench.finish(sibling)
         bench.reward(sibling)
@@ -115,8 +112,7 @@ def test_third_death_completes_a_batch(way: Way, strategy: str) -> None:
 @every_death
 def test_third_death_of_the_last_prompt_ends_the_data(way: Way) -> None:
     """Nothing else is left: the model is exported."""
-    bench = Bench(total_steps=0, num_train=1, groups_per_step=1, max_staleness=0, capacity=2)
-    bench.start()
+    bench = start_bench(total_steps=0, num_train=1, groups_per_step=1, max_staleness=0, capacity=2)
     again(bench, way)
     again(bench, way)
     commands = way(bench, REPLICA)
@@ -126,8 +122,7 @@ def test_third_death_of_the_last_prompt_ends_the_data(way: Way) -> None:
 @every_death
 def test_third_death_of_the_last_evaluation_answer_ends_the_evaluation(way: Way) -> None:
     """It is missing, and the version is unpinned."""
-    bench = Bench(total_steps=0, num_train=0, num_eval=1, val_before_train=True, capacity=2)
-    bench.start()
+    bench = start_bench(total_steps=0, num_train=0, num_eval=1, val_before_train=True, capacity=2)
     again(bench, way)
     again(bench, way)
     commands = way(bench, REPLICA)
@@ -152,8 +147,7 @@ def test_loss_of_the_trainer_without_checkpoints_stops_everybody(way: Way) -> No
 
 def test_silent_and_replaced_processes_are_told_to_stop_what_ran_there() -> None:
     """A replica that is only cut off may hear it; one that is dead will not."""
-    bench = Bench(groups_per_step=1, group_size=2, max_staleness=0, capacity=2)
-    bench.start()
+    bench = start_bench(groups_per_step=1, group_size=2, max_staleness=0, capacity=2)
     again(bench, silent)
     again(bench, silent)
     assert {c.to for c in only(cmd.AbortTrajectories, silent(bench, REPLICA))} == {REPLICA}
@@ -162,8 +156,7 @@ def test_silent_and_replaced_processes_are_told_to_stop_what_ran_there() -> None
 @pytest.mark.parametrize("way", [leaves, unlinked])
 def test_who_leaves_has_not_died_of_its_work(way: Callable[[Bench, str], list[Command]]) -> None:
     """However often: a machine that is taken away has nothing to do with what ran there."""
-    bench = Bench(replicas=1, capacity=4, max_staleness=0)
-    bench.start()
+    bench = start_bench(replicas=1, capacity=4, max_staleness=0)
     for _ in range(4):
         again(bench, way)
     assert {t.deaths for t in bench.state.work.trajectories.values()} == {0}

@@ -12,17 +12,11 @@ from laminar.net.client import STALLS_MAX, ControlClient, LinkStalled, read_addr
 from laminar.net.frames import Hello, decode_client
 from laminar.net.session import Limits, LinkClosed, ServerLink
 from laminar.net.transport import ClientSocket, ServerSocket
+from tests.net.conftest import DEADLINE_S, until
 from tools.kit.secrets import KEYS
 
-DEADLINE_S = 150.0  #: only a hang reaches it
 HEARTBEAT_MS = 100
 SMALL_BYTES = 900
-
-
-async def until(condition):
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def bind(port):

@@ -13,15 +13,8 @@ from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
 from laminar.net.session import LinkClosed, ServerLink
 from laminar.net.transport import ClientSocket, ServerSocket
+from tests.net.conftest import DEADLINE_S, until
 from tools.kit.secrets import KEYS
-
-DEADLINE_S = 150.0  #: only a hang reaches it
-
-
-async def until(condition):
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Store:

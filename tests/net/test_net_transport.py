@@ -13,22 +13,16 @@ import zmq
 from laminar.config import ConfigError
 from laminar.net.session import PEERS_MAX
 from laminar.net.transport import HIGH_WATER_MARK, ClientSocket, ServerSocket
+from tests.net.conftest import until
 from tools.kit.secrets import KEYS
 
 RUNNERS = [asyncio.run, uvloop.run]
-DEADLINE_S = 150.0  #: only a hang reaches it
 
 
 def connected(opened, address):
     client = opened(ClientSocket(KEYS))
     client.connect(address)
     return client
-
-
-async def until(condition):
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def wait_for_frames(server):
@@ -169,21 +163,18 @@ def test_ping_pong_survives_sends_that_consume_the_edge(opened, run):
     run(main())
 
 
-def test_after_connecting_elsewhere_nothing_arrives_from_the_former_server(opened):
-    async def main():
-        first, second = (opened(ServerSocket("127.0.0.1", 0, KEYS)) for _ in range(2))
-        client = connected(opened, first.address)
-        seen = []
-        client.attach_loop(asyncio.get_running_loop(), lambda: seen.extend(client.drain_frames()))
-        client.send(b"hello")
-        ((route, _),) = wait_for_frames(first)
-        first.send(route, b"old")
-        client.connect(second.address)
-        client.send(b"hello again")
-        ((route, _),) = wait_for_frames(second)
-        second.send(route, b"new")
-        await until(lambda: seen)
-        assert seen == [b"new"]
-        client.detach_loop()
-
-    asyncio.run(main())
+async def test_after_connecting_elsewhere_nothing_arrives_from_the_former_server(opened):
+    first, second = (opened(ServerSocket("127.0.0.1", 0, KEYS)) for _ in range(2))
+    client = connected(opened, first.address)
+    seen = []
+    client.attach_loop(asyncio.get_running_loop(), lambda: seen.extend(client.drain_frames()))
+    client.send(b"hello")
+    ((route, _),) = wait_for_frames(first)
+    first.send(route, b"old")
+    client.connect(second.address)
+    client.send(b"hello again")
+    ((route, _),) = wait_for_frames(second)
+    second.send(route, b"new")
+    await until(lambda: seen)
+    assert seen == [b"new"]
+    client.detach_loop()

@@ -19,7 +19,7 @@ from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.observe.metrics import MetricsWriter
 from laminar.observe.status import StatusWriter
 from laminar.observe.telemetry import Telemetry
-from tools.kit.bench import Bench
+from tools.kit.bench import Bench, start_bench
 from tools.kit.world import World
 from tools.kit.world_parts import Faults, settings
 
@@ -215,15 +215,13 @@ def test_rows_that_were_left_out_are_named_with_replica_and_version(tmp_path: Pa
 def test_a_replica_of_a_run_that_has_not_begun_is_not_shown_as_one_that_ends(
     tmp_path: Path,
 ) -> None:
-    bench = Bench()
-    bench.start()
+    bench = start_bench()
     bench.state.run.phase = Phase.STARTING
     assert shown(tmp_path, bench)["replicas"]["rollout-0"]["doing"] == "starting"
 
 
 def test_a_replica_that_streams_is_shown_as_one(tmp_path: Path) -> None:
-    bench = Bench(nodes=2, stream=True, max_staleness=4)
-    bench.start()
+    bench = start_bench(nodes=2, stream=True, max_staleness=4)
     bench.kill("relay-1")
     bench.kill("rollout-1.0")
     bench.come_back("relay-1")
@@ -247,8 +245,7 @@ def test_a_replica_that_streams_is_shown_as_one(tmp_path: Path) -> None:
 def test_with_an_environment_it_is_shown_what_binds(
     tmp_path: Path, settings: dict[str, Any], doing: str
 ) -> None:
-    bench = Bench(**{"max_staleness": 20, "num_train": 400, "total_steps": 100} | settings)
-    bench.start()
+    bench = start_bench(settings, max_staleness=20, num_train=400, total_steps=100)
     replica = shown(tmp_path, bench)["replicas"]["rollout-0"]
     assert replica["doing"] == doing
     with_environment, placed = "max_sessions" in settings, len(bench.replica().running)
@@ -257,8 +254,7 @@ def test_with_an_environment_it_is_shown_what_binds(
 
 
 def test_who_is_lost_and_what_a_trainer_that_came_back_does_is_shown(tmp_path: Path) -> None:
-    bench = Bench(save_freq=1)
-    bench.start()
+    bench = start_bench(save_freq=1)
     assert shown(tmp_path, bench)["awaited"] == []
     bench.kill("store-0")
     bench.kill("trainer-0")

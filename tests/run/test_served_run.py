@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,12 @@ from laminar.events import events as ev
 from laminar.names import exit_codes
 from laminar.run.lock import holders
 from tests.run.conftest import ROOT, Finished, check_books, command, history, laminar
+from tests.run.test_interruptions import status, until
 from tests.run.test_prepared_run import SETTINGS
 
 pytestmark = pytest.mark.process
 DEADLINE_S = 90
 ENDLESS = "trainer.total_training_steps=2000"
-
-
-def until(what: Callable[[], object], said: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s until {said}"
-        time.sleep(0.05)
 
 
 class Served:
@@ -69,11 +62,7 @@ class Served:
         return self.output_of(process)
 
     def status(self) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads((self.run / "status.json").read_text())
-        except FileNotFoundError:
-            return {"step": -1, "phase": "", "processes": {}}
-        return found
+        return status(self.run.parent)
 
     def trains(self, steps: int = 1) -> None:
         """Wait until it has trained as many further steps."""

@@ -23,6 +23,7 @@ from tools.kit.sim_worlds import calm, config, ran
 from tools.simulator.checks.leases import Leases
 from tools.simulator.checks.prompts import Prompts
 from tools.simulator.checks.safety import LogTime
+from tools.simulator.config import Choices
 from tools.simulator.models.learner import SimTrainer
 from tools.simulator.run import run_seed
 from tools.simulator.runtime.violation import Violation
@@ -173,21 +174,21 @@ def test_log_time_that_stands_still_or_goes_back() -> None:
     assert broken(lambda: log_time.observe(at(3, time_ns=19), 70)) == "log_time_goes_on"
 
 
-def test_machine_that_is_given_up_while_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("swarm", "alone"),
+    [
+        (config("node-silent", **SMALL), None),  # its machine is given up while it speaks
+        (config("machine-lost", seconds=60.0, **SMALL), 0),  # said to be alone, and is not
+    ],
+)
+def test_node_whose_silence_is_misjudged(
+    swarm: Choices, alone: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judge_node = FailureDetector._judge_node
     monkeypatch.setattr(
-        FailureDetector, "_judge_node", lambda self, node, ms, _: judge_node(self, node, ms, None)
+        FailureDetector, "_judge_node", lambda self, node, ms, _: judge_node(self, node, ms, alone)
     )
-    found = [run_seed(config("node-silent", **SMALL), seed) for seed in range(12)]
-    assert "machine_is_silent" in [outcome.invariant for outcome in found]
-
-
-def test_node_that_is_said_to_be_alone_and_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge_node = FailureDetector._judge_node
-    monkeypatch.setattr(
-        FailureDetector, "_judge_node", lambda self, node, ms, _: judge_node(self, node, ms, 0)
-    )
-    found = [run_seed(config("machine-lost", seconds=60.0, **SMALL), seed) for seed in range(12)]
+    found = [run_seed(swarm, seed) for seed in range(12)]
     assert "machine_is_silent" in [outcome.invariant for outcome in found]
 
 

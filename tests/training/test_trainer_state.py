@@ -188,23 +188,26 @@ async def test_a_missing_file_is_named(name: str, tmp_path: Path, run: Callable[
         checkpoint.load_checkpoint(directory, trained.learner)
 
 
-async def test_another_reference_is_refused(
-    tmp_path: Path, run: Callable[..., Run], make_model: Make
-) -> None:
-    trained = run(WITH_KL)
-    directory = await trained.save(tmp_path / "step_2")
-    make_model(7).save_pretrained(trained.source)
-    with pytest.raises(ConfigError, match="compares with a reference of digest"):
-        checkpoint.load_checkpoint(directory, trained.fresh(trained.source))
-
-
+@pytest.mark.parametrize(
+    ("settings", "other", "found"),
+    [
+        (WITH_KL, {}, "compares with a reference of digest"),
+        (SETTINGS, {"intermediate_size": 32}, r"to another model: .* is F32 \(64, 32\)"),
+    ],
+    ids=["reference", "policy"],
+)
 async def test_another_model_is_refused(
-    tmp_path: Path, run: Callable[..., Run], make_model: Make
+    settings: dict[str, Any],
+    other: dict[str, int],
+    found: str,
+    tmp_path: Path,
+    run: Callable[..., Run],
+    make_model: Make,
 ) -> None:
-    trained = run()
+    trained = run(settings)
     directory = await trained.save(tmp_path / "step_2")
-    make_model(7, intermediate_size=32).save_pretrained(trained.source)
-    with pytest.raises(ConfigError, match=r"to another model: .* is F32 \(64, 32\)"):
+    make_model(7, **other).save_pretrained(trained.source)
+    with pytest.raises(ConfigError, match=found):
         checkpoint.load_checkpoint(directory, trained.fresh(trained.source))
 
 

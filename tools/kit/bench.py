@@ -400,3 +400,10 @@ class Bench:
         for command in only(cmd.StopActor, self.commands):
             if self.state.members.is_actor_alive(command.to):
                 self.say(command.to, ev.ActorLeft())
+
+
+def start_bench(changes: dict[str, Any] | None = None, /, **settings: Any) -> Bench:
+    """Start a run with these settings, some of which a test may change."""
+    bench = Bench(**(settings | (changes or {})))
+    bench.start()
+    return bench

@@ -9,7 +9,7 @@ from laminar.core.members.pausing import STOP_TIMEOUT_MS
 from laminar.core.state import keys
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 DRAIN = ev.DrainRequested(reason="SIGINT")
 AT_ONCE = ev.DrainRequested(reason="SIGQUIT", at_once=True)
@@ -331,8 +331,7 @@ def test_process_that_exits_instead_of_saying_goodbye_counts_as_stopped() -> Non
 
 def test_replica_that_said_goodbye_is_watched_no_more() -> None:
     """The others still flush when its progress is due: nobody restarts what has stopped."""
-    bench = Bench(replicas=2, stall_ms=5_000)
-    bench.start()
+    bench = start_bench(replicas=2, stall_ms=5_000)
     bench.say("trainer-0", ev.ActorFailed(reason="out of memory", user_error=False))
     bench.write_ends()
     bench.say("rollout-0", ev.ActorLeft())

@@ -12,15 +12,14 @@ from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Stamped
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 from tools.kit.world_parts import coordinator_started
 
 
 def test_new_process_of_a_name_fences_the_old_one() -> None:
     """A requeued job starts rollout-0 anew while the old one, cut off by the network, lives on: the
     old one's work is lost to it, and its words are counted and change nothing."""
-    bench = Bench(replicas=2, capacity=4, max_staleness=0)
-    bench.start()
+    bench = start_bench(replicas=2, capacity=4, max_staleness=0)
     old = bench.state.members.actors["rollout-0"].incarnation
     moved = bench.join("rollout-0", "b")
     assert {c.to for c in only(cmd.GenerateTrajectory, moved)} == {"rollout-1"}
@@ -36,8 +35,7 @@ def test_new_process_of_a_name_fences_the_old_one() -> None:
 
 def test_silent_actor_is_fenced_and_its_node_makes_sure_that_it_is_gone() -> None:
     """It comes back to life a second later: it is fenced all the same."""
-    bench = Bench(replicas=2, capacity=4, max_staleness=0)
-    bench.start()
+    bench = start_bench(replicas=2, capacity=4, max_staleness=0)
     incarnation = bench.state.members.actors["rollout-0"].incarnation
     lost = ev.HeartbeatLost(actor="rollout-0", actor_incarnation=incarnation, silent_ms=3_000)
     commands = bench.own(lost)
@@ -53,8 +51,7 @@ def test_silent_actor_is_fenced_and_its_node_makes_sure_that_it_is_gone() -> Non
 def test_exit_of_an_old_process_does_not_touch_its_successor() -> None:
     """The news of a death arrive after the successor has joined, and once more when this is to be
     restarted: the command stays outstanding, so that a reconnected node is told again."""
-    bench = Bench(replicas=1, capacity=4, max_staleness=0, stall_ms=1_000)
-    bench.start()
+    bench = start_bench(replicas=1, capacity=4, max_staleness=0, stall_ms=1_000)
     old = bench.state.members.actors["rollout-0"].boot_id
     bench.join("rollout-0", "b")
     bench.ready("rollout-0")
@@ -75,8 +72,7 @@ def exit_before_joining(bench: Bench, name: str, *, restarting: bool) -> list[Co
 
 
 def test_restarted_process_that_ends_for_good_before_it_joins_is_not_waited_for() -> None:
-    bench = Bench(replicas=2)
-    bench.start()
+    bench = start_bench(replicas=2)
     bench.kill("rollout-0")
     exit_before_joining(bench, "rollout-0", restarting=True)
     assert "rejoin:rollout-0" in bench.state.orders.timers
@@ -98,8 +94,7 @@ def test_run_ends_when_the_restarted_relay_of_its_trainer_ends_for_good_before_i
 
 def test_an_event_that_is_not_its_senders_to_report_is_refused() -> None:
     """The trainer reports what only a node can know; every other pair is in the table of events."""
-    bench = Bench(max_staleness=0)
-    bench.start()
+    bench = start_bench(max_staleness=0)
     event = ev.ProcessExited(actor="rollout-0", boot_id="rollout-0/a", code=0, restarting=False)
     assert bench.say("trainer-0", event) == []
     assert bench.state.run.ignored == {"ProcessExited: wrong-sender": 1}
@@ -119,8 +114,7 @@ def test_process_without_a_place_in_a_run_is_refused(name: str, role: str) -> No
 def test_coordinator_that_comes_back_changes_nothing_but_its_number() -> None:
     """Its start is an event; no command is repeated by the machine (the links do that), nobody is
     lost, and the start timer is not set again."""
-    bench = Bench(max_staleness=0)
-    bench.start()
+    bench = start_bench(max_staleness=0)
     bench.now_ms += 5_000
     assert bench.own(bench.started(2)) == []
     assert bench.state.members.coordinator_incarnation == 2
@@ -148,8 +142,7 @@ def test_log_must_begin_with_a_coordinator() -> None:
 
 
 def test_who_has_left_or_was_replaced_is_told_once() -> None:
-    bench = Bench()
-    bench.start()
+    bench = start_bench()
     take_left(bench.state)
     bench.join("rollout-0", "b")
     bench.say("trainer-0", ev.ActorLeft())
@@ -158,8 +151,7 @@ def test_who_has_left_or_was_replaced_is_told_once() -> None:
 
 
 def test_a_warning_is_remembered_and_decides_nothing() -> None:
-    bench = Bench()
-    bench.start()
+    bench = start_bench()
     warning = ev.TrainingWarning(kind="no-signal", step=3, text="of all groups")
     assert bench.own(warning) == []
     assert bench.state.signals.warnings == {"no-signal": "of all groups"}
@@ -230,16 +222,14 @@ def test_two_starts_that_fail_in_other_ways_are_left_to_the_node(second: ev.Acto
 
 
 def test_a_run_that_has_a_replica_at_work_goes_on_without_the_broken_one() -> None:
-    bench = Bench(replicas=2)
-    bench.start()
+    bench = start_bench(replicas=2)
     for _ in range(3):
         fails_at_a_start(bench, "rollout-1")
     assert bench.state.run.phase == "running" and not bench.state.run.failure
 
 
 def test_a_replica_that_had_weights_has_not_failed_at_its_start() -> None:
-    bench = Bench(replicas=1)
-    bench.start()
+    bench = start_bench(replicas=1)
     fails_at_a_start(bench, "rollout-0")
     fails_at_a_start(bench, "rollout-0")
     assert not bench.state.run.failure
@@ -270,8 +260,7 @@ def started(bench: Bench, restarts: int, job: str = "71") -> list[Command]:
 
 def test_of_two_nodes_of_one_job_that_of_its_last_start_counts() -> None:
     """Also when the other one joins later: Slurm may take a machine for lost whose node goes on."""
-    bench = Bench()
-    bench.start()
+    bench = start_bench()
     assert only(cmd.AcceptActor, started(bench, 1))
     (refused,) = only(cmd.RefuseActor, started(bench, 0))
     assert "job 71 was started again" in refused.reason
@@ -283,8 +272,7 @@ def test_of_two_nodes_of_one_job_that_of_its_last_start_counts() -> None:
 
 
 def test_a_machine_that_leaves_may_come_back_though_it_had_the_last_replica() -> None:
-    bench = Bench(replicas=1, save_freq=1)
-    bench.start()
+    bench = start_bench(replicas=1, save_freq=1)
     for name in ("rollout-0", "relay-0", "trainer-0", "store-0", "node-0"):
         bench.say(name, ev.ActorLeft())
     assert bench.state.run.phase == Phase.RUNNING
@@ -294,8 +282,7 @@ def test_a_machine_that_leaves_may_come_back_though_it_had_the_last_replica() ->
 
 def test_late_hello_of_who_was_accepted_and_never_heard_of_it_pushes_out_nobody() -> None:
     """The network was cut one way: the process says hello for the first time, again and again."""
-    bench = Bench(nodes=2)
-    bench.start()
+    bench = start_bench(nodes=2)
     bench.silent("rollout-0")
     bench.join("rollout-0", "b")
     bench.join("rollout-0", "c")
@@ -309,8 +296,7 @@ def test_late_hello_of_who_was_accepted_and_never_heard_of_it_pushes_out_nobody(
 def test_a_late_hello_of_what_its_node_has_started_before_pushes_out_nobody() -> None:
     """Also of one that never joined, and when many have since; a new process of the node counts
     anew."""
-    bench = Bench(nodes=2)
-    bench.start()
+    bench = start_bench(nodes=2)
 
     def joins(start: int, node: str = "a") -> bool:
         hello = bench.joining("rollout-1.0", f"{node}.{start}", f"node-1/{node}")

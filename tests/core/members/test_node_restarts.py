@@ -9,7 +9,7 @@ import pytest
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from tests.core.steps.test_step_replay import run as run_steps
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 FAILED = "no replica is left: rollout-0: its process ended with exit code -9"
 MACHINE = ("store-0", "relay-0", "trainer-0", "rollout-0")
@@ -86,8 +86,7 @@ def test_without_checkpoints_the_trainer_does_not_come_back() -> None:
 
 def test_what_a_former_process_of_a_node_has_started_is_refused() -> None:
     """It says hello when its node has been replaced, or was lost."""
-    bench = Bench(nodes=2)
-    bench.start()
+    bench = start_bench(nodes=2)
     why = "node-1 was lost or replaced since it has started this process"
     bench.silent("node-1")
     (refused,) = only(cmd.RefuseActor, bench.join("rollout-1.0", "a2", "node-1/a"))
@@ -100,8 +99,7 @@ def test_what_a_former_process_of_a_node_has_started_is_refused() -> None:
 
 def test_a_node_that_stands_still_has_its_processes_started_by_it() -> None:
     """It is not lost: what it has started before it fell silent may join."""
-    bench = Bench(nodes=2)
-    bench.start()
+    bench = start_bench(nodes=2)
     bench.own(ev.NodeSilent(node="node-1", node_incarnation=2, silent_ms=30_000))
     assert only(cmd.AcceptActor, bench.join("rollout-1.0", "b", "node-1/a"))
 

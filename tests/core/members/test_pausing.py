@@ -16,7 +16,7 @@ from laminar.events.base import Command
 from laminar.names import exit_codes
 from tests.core.members.test_resumption import come_back, resumed
 from tests.core.steps import test_step_replay
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 PAUSE = ev.DrainRequested(reason="SIGUSR1", pause=True)
 DRAIN = ev.DrainRequested(reason="SIGINT")
@@ -230,8 +230,7 @@ def test_they_have_the_time_that_the_request_gives_them(response_timeout_ms: int
 
 def test_answers_of_the_weights_that_the_run_began_with_are_not_waited_for() -> None:
     """No step has made others, and the trainer has these again."""
-    bench = Bench(save_freq=10)
-    bench.start()
+    bench = start_bench(save_freq=10)
     bench.own(ev.DrainRequested(reason="SIGUSR1", pause=True, response_timeout_ms=60_000))
     assert bench.open_groups() and bench.state.run.phase == Phase.STOPPING
     left(bench)

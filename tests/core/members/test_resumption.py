@@ -13,7 +13,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from tests.core.steps import test_step_replay
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 NODE, TRAINER = "node-0", "trainer-0"
 
@@ -86,8 +86,7 @@ def test_work_whose_version_nobody_has_starts_over() -> None:
 
 def test_held_out_answers_are_given_again() -> None:
     """As often as it takes; none is missing for it."""
-    bench = Bench(num_eval=1, val_before_train=True, save_freq=1)
-    bench.start()
+    bench = start_bench(num_eval=1, val_before_train=True, save_freq=1)
     for number in range(4):
         (answer,) = (t for t in bench.state.work.trajectories.values() if t.id.startswith("e"))
         assert only(cmd.EndTrajectories, resumed(bench))

@@ -8,7 +8,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from tests.core.test_ways_to_lose import Way, complains, leaves, silent
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 
 def fall_silent(bench: Bench, node: str = "node-0") -> list[Command]:
@@ -23,8 +23,7 @@ def speak_again(bench: Bench, node: str = "node-0") -> list[Command]:
 
 def test_silent_node_takes_nothing_with_it() -> None:
     """Store, trainer, relay and replica go on: a batch is trained and its version loaded."""
-    bench = Bench(max_staleness=0)
-    bench.start()
+    bench = start_bench(max_staleness=0)
     assert fall_silent(bench) == []
     assert all(actor.alive for actor in bench.state.members.actors.values())
     bench.complete("0.0", "0.1")
@@ -41,8 +40,7 @@ def test_silent_node_takes_nothing_with_it() -> None:
 def test_who_is_lost_while_its_node_is_silent_is_waited_for(way: Way) -> None:
     """Another machine has its work; the node may go on and start it again, which is its last
     replica's only hope, too."""
-    bench = Bench(nodes=2)
-    bench.start()
+    bench = start_bench(nodes=2)
     fall_silent(bench, "node-1")
     way(bench, "rollout-1.0")
     bench.kill("rollout-0", restarting=False)
@@ -73,8 +71,7 @@ def test_last_replica_whose_node_stays_silent_ends_the_run_when_a_start_would_be
 def test_relay_of_the_trainer_whose_node_stays_silent_ends_the_run_when_a_start_would_be_over(
     way: Way, node_first: bool
 ) -> None:
-    bench = Bench(nodes=2)
-    bench.start()
+    bench = start_bench(nodes=2)
     if node_first:
         fall_silent(bench)
     way(bench, "relay-0")
@@ -87,8 +84,7 @@ def test_relay_of_the_trainer_whose_node_stays_silent_ends_the_run_when_a_start_
 
 
 def test_node_that_is_heard_again_restarts_who_is_lost_then() -> None:
-    bench = Bench()
-    bench.start()
+    bench = start_bench()
     fall_silent(bench)
     assert speak_again(bench) == []
     commands = silent(bench, "rollout-0")
@@ -97,8 +93,7 @@ def test_node_that_is_heard_again_restarts_who_is_lost_then() -> None:
 
 
 def test_silence_of_another_incarnation_or_twice_changes_nothing() -> None:
-    bench = Bench()
-    bench.start()
+    bench = start_bench()
     speak_again(bench)
     bench.own(ev.NodeSilent(node="node-0", node_incarnation=77, silent_ms=30_000))
     assert not bench.state.members.actors["node-0"].silent

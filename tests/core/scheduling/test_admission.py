@@ -12,7 +12,7 @@ from laminar.core.scheduling.admission import (
     get_replica_share,
 )
 from laminar.events import commands as cmd
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 
 def test_bound_counts_from_the_batch_before_the_next_one() -> None:
@@ -38,8 +38,7 @@ def test_one_batch_more_than_the_bound_is_begun(max_staleness: int, groups: int)
 def test_on_policy_dispatches_nothing_between_choice_and_new_weights() -> None:
     """With max_staleness=0 a group begun after the choice of batch 0 could only be trained by batch
     1, with weights that are one step old. So the replica idles until it has loaded version 1."""
-    bench = Bench(max_staleness=0, groups_per_version=8, capacity=16)
-    bench.start()
+    bench = start_bench(max_staleness=0, groups_per_version=8, capacity=16)
     for step in range(3):
         chosen = bench.complete(*bench.open_groups())
         assert len(only(cmd.TrainStep, chosen)) == 1
@@ -55,8 +54,7 @@ def test_on_policy_dispatches_nothing_between_choice_and_new_weights() -> None:
 def test_replica_drains_after_its_share_only_if_something_newer_waits() -> None:
     """groups_per_version=1: a second group is begun with old weights as long as the relay has
     nothing newer; once it has, the replica takes no more and pulls when it is empty."""
-    bench = Bench(max_staleness=2, groups_per_version=1, capacity=2)
-    bench.start()
+    bench = start_bench(max_staleness=2, groups_per_version=1, capacity=2)
     assert only(cmd.GenerateTrajectory, bench.complete("0.0"))
     assert bench.replica().groups_taken == 2
     bench.complete("0.1")  # the first batch is full
@@ -72,8 +70,7 @@ def test_replica_drains_after_its_share_only_if_something_newer_waits() -> None:
 def test_dropped_group_gives_its_place_back() -> None:
     """On-policy, two groups per batch: one of them fails altogether. Its place in the batch is
     free, so a third prompt is begun at once and the batch is chosen without the failed one."""
-    bench = Bench(max_staleness=0, groups_per_version=2, capacity=4)
-    bench.start()
+    bench = start_bench(max_staleness=0, groups_per_version=2, capacity=4)
     bench.fail("0.0.0")
     started = only(cmd.GenerateTrajectory, bench.fail("0.0.1"))
     assert {c.group for c in started} == {"0.2"}
@@ -87,15 +84,13 @@ def test_dropped_group_gives_its_place_back() -> None:
 
 def shared_out(policy: str) -> Bench:
     """Two replicas of which each has room for all four groups that the bound admits."""
-    bench = Bench(
+    return start_bench(
         replicas=2,
         max_staleness=1,
         groups_per_version=4,
         repack_policy=policy,
         repack_interval_ms=5_000,
     )
-    bench.start()
-    return bench
 
 
 def running(bench: Bench) -> list[int]:

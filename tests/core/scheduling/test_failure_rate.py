@@ -9,7 +9,7 @@ from typing import Any
 from laminar.core.state.signals import RewardErrors
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tools.kit.bench import Bench, only
+from tools.kit.bench import only, start_bench
 
 BATCH = 4  #: answers of one batch: nothing is judged before
 WINDOW = 4 * BATCH
@@ -21,9 +21,7 @@ class Scores:
     """A run that generates and rewards one answer after the other, and trains each batch."""
 
     def __init__(self, **changes: Any) -> None:
-        values: dict[str, Any] = {"max_error_permille": 500, "total_steps": 100, "num_train": 400}
-        self.bench = Bench(**(values | changes))
-        self.bench.start()
+        self.bench = start_bench(changes, max_error_permille=500, total_steps=100, num_train=400)
         self._answers = self._in_turn()
 
     def _in_turn(self) -> Iterator[str]:

@@ -7,17 +7,14 @@ import pytest
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.statuses import GroupStatus
 from laminar.events import commands as cmd
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 FLAT, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
 def begun(**changes: object) -> Bench:
     """Two groups of two a batch."""
-    values: dict[str, object] = {"filter_metric": "score", "max_staleness": 0, "capacity": 4}
-    bench = Bench(**(values | changes))
-    bench.start()
-    return bench
+    return start_bench(changes, filter_metric="score", max_staleness=0, capacity=4)
 
 
 def begins(commands: list[cmd.Command]) -> set[str]:

@@ -10,7 +10,7 @@ from laminar.core.state import scores
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
-from tools.kit.bench import Bench, bits_of, only
+from tools.kit.bench import Bench, bits_of, only, start_bench
 
 
 def scored(commands: list[cmd.Command]) -> list[list[str]]:
@@ -18,15 +18,7 @@ def scored(commands: list[cmd.Command]) -> list[list[str]]:
 
 
 def begun(**changes: object) -> Bench:
-    values: dict[str, object] = {
-        "groups_per_step": 1,
-        "max_staleness": 0,
-        "group_size": 3,
-        "capacity": 6,
-    }
-    bench = Bench(**(values | changes))
-    bench.start()
-    return bench
+    return start_bench(changes, groups_per_step=1, max_staleness=0, group_size=3, capacity=6)
 
 
 def test_each_sibling_is_scored_when_it_is_complete() -> None:

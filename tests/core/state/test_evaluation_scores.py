@@ -17,12 +17,12 @@ from laminar.core.state.evaluation_scores import (
 )
 from laminar.core.state.scores import float_of
 from laminar.events import commands as cmd
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 
 def begun(answers: int = 1, num_eval: int = 2, **changes: object) -> Bench:
     """The first evaluation is under way, on a replica that has room for all of it."""
-    bench = Bench(
+    return start_bench(
         num_eval=num_eval,
         capacity=16,
         groups_per_step=1,
@@ -31,8 +31,6 @@ def begun(answers: int = 1, num_eval: int = 2, **changes: object) -> Bench:
         eval_answers=answers,
         **changes,
     )
-    bench.start()
-    return bench
 
 
 def answer(bench: Bench, group: str, score: float, num_tokens: int = 10, **facts: object) -> None:

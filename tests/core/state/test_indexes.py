@@ -14,7 +14,7 @@ from laminar.core.state.keys import OutstandingCommand
 from laminar.core.state.state import State, hash_state
 from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
-from tools.kit.bench import Bench
+from tools.kit.bench import start_bench
 from tools.kit.random_worlds import random_world
 from tools.kit.world_parts import settings
 
@@ -86,8 +86,7 @@ def test_lookup_is_no_part_of_the_state_and_can_be_made_again_at_any_time(seed: 
 
 
 def test_who_is_not_lost_has_no_wait_that_ends() -> None:
-    bench = Bench()
-    bench.start()
+    bench = start_bench()
     before = hash_state(bench.state)
     indexes.end_version_wait(bench.state, next(iter(bench.state.work.trajectories)))
     assert hash_state(bench.state) == before

@@ -21,7 +21,7 @@ from laminar.core.state.transitions import (
 )
 from laminar.core.state.work import Group
 from laminar.events.base import Command, Event
-from tools.kit.bench import Bench
+from tools.kit.bench import start_bench
 from tools.kit.random_worlds import failing_world, random_world
 from tools.kit.world import World
 
@@ -129,8 +129,7 @@ def test_every_move_of_groups_and_runs_is_made(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_move_that_is_not_in_the_table_is_a_bug() -> None:
-    bench = Bench()
-    bench.start()
+    bench = start_bench()
     state = bench.state
     group = next(iter(state.work.groups.values()))
     assert isinstance(group, Group)

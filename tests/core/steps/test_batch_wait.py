@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 WAIT_MS = 60_000
 
 
 def waiting(**changes: object) -> Bench:
     """One group of two siblings per batch, on-policy; the trainer waits for group 0.0."""
-    values: dict[str, object] = {
-        "groups_per_step": 1,
-        "max_staleness": 0,
-        "capacity": 2,
-        "batch_timeout_ms": WAIT_MS,
-        "total_steps": 2,
-    }
-    bench = Bench(**(values | changes))
-    bench.start()
-    return bench
+    return start_bench(
+        changes,
+        groups_per_step=1,
+        max_staleness=0,
+        capacity=2,
+        batch_timeout_ms=WAIT_MS,
+        total_steps=2,
+    )
 
 
 def test_relocated_to_another_replica_of_the_version() -> None:

@@ -10,7 +10,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
 from laminar.names.ids import GroupId
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 from tools.kit.world_parts import group_of
 
 STRATEGY = "strategies.py:mine"
@@ -26,8 +26,7 @@ def trained(commands: list[Command]) -> list[str]:
 def test_earliest_deadline_and_dispatch_first_not_first_finished() -> None:
     """Short answers finish first. While batch 0 trains, groups 5, 4, 3, 2 finish in this order: the
     next batch is 2 and 3, those that were begun first."""
-    bench = Bench(max_staleness=2, groups_per_version=8, capacity=16)
-    bench.start()
+    bench = start_bench(max_staleness=2, groups_per_version=8, capacity=16)
     assert set(trained(bench.complete("0.0", "0.1"))) == {"0.0", "0.1"}
     bench.complete("0.5", "0.4", "0.3", "0.2")
     assert set(trained(bench.train())) == {"0.2", "0.3"}
@@ -38,8 +37,7 @@ def test_batch_is_shuffled_by_seed_with_siblings_together() -> None:
     (seed, step), so the same seed trains the same order again."""
 
     def order(seed: int) -> list[str]:
-        bench = Bench(seed=seed, max_staleness=0, groups_per_step=8, capacity=16)
-        bench.start()
+        bench = start_bench(seed=seed, max_staleness=0, groups_per_step=8, capacity=16)
         commands = bench.complete(*bench.open_groups())
         ids = only(cmd.TrainStep, commands)[0].trajectories
         assert [group_of(a) == group_of(b) for a, b in zip(ids[::2], ids[1::2], strict=True)]
@@ -54,8 +52,7 @@ def test_batch_that_would_break_the_bound_waits() -> None:
     """One group per batch, staleness 1. A long answer (0.0) was begun with the weights of step 0;
     two short ones finished since. Training the second of them as batch 1 would leave 0.0 without
     any batch that may still train it: so the trainer waits for 0.0."""
-    bench = Bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
-    bench.start()
+    bench = start_bench(groups_per_step=1, max_staleness=1, capacity=2, replicas=2)
     assert trained(bench.complete("0.1")) == ["0.1"]
     bench.train()
     bench.load("rollout-1")
@@ -68,8 +65,7 @@ def test_batch_that_would_break_the_bound_waits() -> None:
 def test_priority_takes_groups_whose_siblings_disagree() -> None:
     """All siblings right carries no advantage: the group that disagrees is trained first, and the
     other when the bound asks for it."""
-    bench = Bench(batch_strategy="priority", groups_per_step=1, max_staleness=2, capacity=16)
-    bench.start()
+    bench = start_bench(batch_strategy="priority", groups_per_step=1, max_staleness=2, capacity=16)
     bench.complete("0.0")
     bench.complete("0.1", scores=(1.0, 1.0))
     bench.complete("0.2")
@@ -121,10 +117,9 @@ def test_unusable_answers_fall_back_to_the_default() -> None:
 
 def test_answer_against_the_bound_falls_back() -> None:
     """The strategy wants the newest group; the oldest could then never be trained."""
-    bench = Bench(
+    bench = start_bench(
         batch_strategy=STRATEGY, groups_per_step=1, max_staleness=1, capacity=2, replicas=2
     )
-    bench.start()
     question = only(cmd.ProposeBatch, bench.complete("0.1"))[0]
     bench.own(propose(question, "0.1"))
     bench.complete("0.0")
@@ -146,8 +141,7 @@ def test_late_answer_falls_back_after_five_seconds_and_is_ignored() -> None:
 
 def test_end_of_data_trains_the_rest_as_a_short_batch() -> None:
     """Three prompts, two per batch: the third is trained alone, then the model is exported."""
-    bench = Bench(total_steps=0, num_train=3, capacity=16, drop_last=False)
-    bench.start()
+    bench = start_bench(total_steps=0, num_train=3, capacity=16, drop_last=False)
     bench.complete("0.0", "0.1", "0.2")
     assert trained(bench.train()) == ["0.2"]
     assert only(cmd.ExportModel, bench.train())
@@ -155,8 +149,7 @@ def test_end_of_data_trains_the_rest_as_a_short_batch() -> None:
 
 def test_drop_last_drops_the_rest() -> None:
     """The same with drop_last: the third prompt ends as dropped, with its reason."""
-    bench = Bench(total_steps=0, num_train=3, capacity=16, drop_last=True)
-    bench.start()
+    bench = start_bench(total_steps=0, num_train=3, capacity=16, drop_last=True)
     bench.complete("0.0", "0.1", "0.2")
     commands = bench.train()
     assert trained(commands) == []
@@ -168,8 +161,7 @@ def test_drop_last_drops_the_rest() -> None:
 
 def test_short_batch_waits_for_what_is_still_generated() -> None:
     """The rest is one batch, not several: while a group is unfinished, the trainer waits."""
-    bench = Bench(total_steps=0, num_train=4, groups_per_step=3, capacity=16)
-    bench.start()
+    bench = start_bench(total_steps=0, num_train=4, groups_per_step=3, capacity=16)
     bench.complete("0.0", "0.1", "0.2")
     assert trained(bench.train()) == []
     assert trained(bench.complete("0.3")) == ["0.3"]

@@ -13,7 +13,7 @@ from laminar.events.base import Command
 from laminar.names import ids
 from laminar.names.ids import GroupId
 from tests.core.scheduling.test_evaluation import answer_all
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 NAME = "trainer-0"
 
@@ -21,8 +21,7 @@ NAME = "trainer-0"
 def run(steps: int = 0, *, in_training: bool = False, **changes: Any) -> Bench:
     """One replica; so many steps are trained and published, then perhaps a batch is begun."""
     values = {"max_staleness": 1, "groups_per_step": 1, "save_freq": 1, "total_steps": 0}
-    bench = Bench(capacity=4, **values | changes)
-    bench.start()
+    bench = start_bench(capacity=4, **values | changes)
     for _ in range(steps):
         bench.complete(bench.open_groups()[0])
         bench.train()

@@ -10,7 +10,7 @@ from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 SLOW = {"duration_ms": 4_000, "num_bytes": 1_000_000}
 
@@ -24,9 +24,7 @@ def together(**changes: object) -> Bench:
 
 def started(nodes: int = 3, **changes: object) -> Bench:
     """Three machines with one replica each; every relay holds version 0."""
-    bench = Bench(nodes=nodes, **({"max_staleness": 4, "capacity": 4} | changes))
-    bench.start()
-    return bench
+    return start_bench(changes, nodes=nodes, max_staleness=4, capacity=4)
 
 
 def forwarded(commands: list[Command]) -> list[tuple[str, str]]:
@@ -170,8 +168,9 @@ def test_relay_that_comes_back_is_fed_as_the_last_one() -> None:
 
 def test_replica_that_drained_for_a_newer_version_admits_again_when_its_relay_is_lost() -> None:
     """At once, and not when something else happens to touch it."""
-    bench = Bench(replicas=2, capacity=4, groups_per_step=2, max_staleness=4, groups_per_version=1)
-    bench.start()
+    bench = start_bench(
+        replicas=2, capacity=4, groups_per_step=2, max_staleness=4, groups_per_version=1
+    )
     bench.complete("0.0", "0.1")
     bench.train()
     assert not only(cmd.GenerateTrajectory, bench.complete("0.4"))
@@ -348,8 +347,7 @@ def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
 
 
 def test_head_lost_during_the_last_evaluation_gets_the_export_again() -> None:
-    bench = Bench(total_steps=1, groups_per_step=1, capacity=2, num_eval=1)
-    bench.start()
+    bench = start_bench(total_steps=1, groups_per_step=1, capacity=2, num_eval=1)
     bench.complete("0.0")
     bench.train()
     bench.write_ends()

@@ -17,7 +17,7 @@ from laminar.core.versions.load_sources import (
 )
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tools.kit.bench import Bench
+from tools.kit.bench import Bench, start_bench
 
 GIB = 1 << 30
 SLOW = ev.TransferProblem(
@@ -85,8 +85,7 @@ def test_mean_regret_where_rates_change_afterwards():
 def _lost_elsewhere(**settings: Any) -> Bench:
     """rollout-0 is lost with work of version 0, which only the relay of its machine still has, and
     the empty replica of the other machine has loaded version 1."""
-    bench = Bench(**{"nodes": 2, "groups_per_step": 1, "max_staleness": 1} | settings)
-    bench.start()
+    bench = start_bench(settings, nodes=2, groups_per_step=1, max_staleness=1)
     bench.complete("0.1")
     bench.train()
     for relay in bench.relays[1:]:
@@ -162,8 +161,9 @@ def test_what_a_holder_was_ordered_to_give_before_is_waited_for():
 def _evaluation_elsewhere() -> Bench:
     """rollout-0 has answered one of three held-out prompts of version 0 when it is lost; only the
     relay of its machine still has that version."""
-    bench = Bench(nodes=2, groups_per_step=1, max_staleness=1, num_eval=3, val_before_train=True)
-    bench.start()
+    bench = start_bench(
+        nodes=2, groups_per_step=1, max_staleness=1, num_eval=3, val_before_train=True
+    )
     bench.complete("0.0")
     bench.train()
     bench.receive("relay-1", 1, held=(1,))

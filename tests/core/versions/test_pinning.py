@@ -7,7 +7,7 @@ import pytest
 from laminar.core.versions import pinning
 from laminar.events import commands as cmd
 from laminar.events.base import Command
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 from tools.kit.world import World
 from tools.kit.world_parts import Faults, settings
 
@@ -18,8 +18,7 @@ def told(commands: list[Command]) -> list[tuple[str, int, tuple[int, ...]]]:
 
 def behind(**changes: object) -> Bench:
     """rollout-0 still runs a group of version 0 when version 1 is published."""
-    bench = Bench(replicas=2, capacity=2, groups_per_step=1, max_staleness=1, **changes)
-    bench.start()
+    bench = start_bench(replicas=2, capacity=2, groups_per_step=1, max_staleness=1, **changes)
     bench.complete("0.1")
     bench.train(publish=False)
     return bench

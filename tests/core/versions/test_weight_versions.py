@@ -10,14 +10,11 @@ from laminar.core.versions.broadcast import SLOT_TIMEOUT_MS
 from laminar.core.versions.publishing import PUBLISH_TIMEOUT_MS
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tools.kit.bench import Bench, only
+from tools.kit.bench import Bench, only, start_bench
 
 
 def on_policy(**changes: object) -> Bench:
-    values: dict[str, object] = {"max_staleness": 0, "groups_per_step": 1, "capacity": 2}
-    bench = Bench(**(values | changes))
-    bench.start()
-    return bench
+    return start_bench(changes, max_staleness=0, groups_per_step=1, capacity=2)
 
 
 def test_skipped_publish_is_paid_before_the_trainer_waits() -> None:
@@ -54,8 +51,7 @@ def test_owed_publish_has_its_time_while_bytes_come() -> None:
 def test_skipped_publish_is_not_paid_while_there_is_a_batch() -> None:
     """With staleness 2 the next batch is ready: the trainer trains it, its weights replace the
     ones that were skipped, and nothing is owed any more."""
-    bench = Bench(max_staleness=2, groups_per_step=1, capacity=8)
-    bench.start()
+    bench = start_bench(max_staleness=2, groups_per_step=1, capacity=8)
     bench.complete("0.0", "0.1")
     bench.skip_publish()
     commands = bench.train(publish=False)
@@ -68,8 +64,7 @@ def test_skipped_publish_is_not_paid_while_a_later_one_is_on_its_way() -> None:
     """Version 1 was skipped. The trainer has handed over version 2 and reports its step before the
     relay has worked out the digest: that publish will make up for it, and the relay would refuse
     version 1 after version 2."""
-    bench = Bench(max_staleness=2, groups_per_step=1, capacity=8)
-    bench.start()
+    bench = start_bench(max_staleness=2, groups_per_step=1, capacity=8)
     bench.complete("0.0", "0.1")
     bench.skip_publish()
     bench.train(publish=False)
@@ -91,8 +86,7 @@ def test_last_skipped_publish_is_paid_before_the_export() -> None:
 
 def test_older_version_that_arrives_late_does_not_pay_for_a_newer() -> None:
     """Version 1 is still on its way when version 2 is skipped: version 2 stays owed."""
-    bench = Bench(max_staleness=2, groups_per_step=1, capacity=8)
-    bench.start()
+    bench = start_bench(max_staleness=2, groups_per_step=1, capacity=8)
     bench.complete("0.0", "0.1")
     bench.train(publish=False)
     bench.skip_publish()
@@ -108,8 +102,7 @@ def test_older_version_that_arrives_late_does_not_pay_for_a_newer() -> None:
 def test_group_that_is_finished_during_an_owed_publish_is_trained_after_it() -> None:
     """The trainer had nothing to train and copies its weights out; then it goes on."""
     for strategy, kind in (("deadline", cmd.TrainStep), ("strategies.py:mine", cmd.ProposeBatch)):
-        bench = Bench(max_staleness=2, groups_per_step=1, capacity=8, batch_strategy=strategy)
-        bench.start()
+        bench = start_bench(max_staleness=2, groups_per_step=1, capacity=8, batch_strategy=strategy)
         for question in only(cmd.ProposeBatch, bench.complete("0.0")):
             bench.own(ev.BatchProposed(step_index=0, groups=(question.candidates[0].group,)))
         bench.skip_publish()
@@ -189,8 +182,7 @@ def test_load_has_twice_the_time_of_the_longest_one() -> None:
 
 def test_ordinary_pull_takes_what_is_newest_at_the_load() -> None:
     """Version 2 appeared while the replica was told to pull version 1: it loads version 2."""
-    bench = Bench(max_staleness=2, groups_per_step=1, groups_per_version=1, capacity=2)
-    bench.start()
+    bench = start_bench(max_staleness=2, groups_per_step=1, groups_per_version=1, capacity=2)
     for group in ("0.0", "0.1"):
         bench.complete(group)
         bench.train(publish=False)
