@@ -33,7 +33,7 @@ class Change(NamedTuple):
     """A replacement at one place in one file."""
 
     path: str
-    old: str  #: whole lines
+    old: str  #: whole lines; none in a new file
     new: str
 
 
@@ -68,7 +68,7 @@ def _change(name: str, hunk: str) -> Change:
         raise PatchError(f"{name}: {bad[0]!r} must begin with ' ', '-' or '+'")
     old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
     new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
-    if not old or old == new:
+    if old == new:
         raise PatchError(f"{name}: the patch does not change {path}")
     return Change(path, old, new)
 
