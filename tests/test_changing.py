@@ -99,9 +99,9 @@ assert {key for key in metrics.column_names if "val-core/" not in key} <= docume
 @ laminar/tasks/adder.py
 +import sys
 +from laminar.run.child_channel import Ready
-+from laminar.run.child_process import Child, connect_user_code, spawn
++from laminar.run.child_process import Child, connect_user_code, spawn_child
 +def start_adder():
-+    return Child(spawn("laminar.tasks.adder", guarded=True), int)
++    return Child(spawn_child("laminar.tasks.adder", guarded=True), int)
 +if __name__ == "__main__":
 +    channel = connect_user_code(*sys.argv[1:])
 +    channel.send(Ready())
@@ -111,8 +111,8 @@ import asyncio
 from laminar.tasks.adder import start_adder
 async def add():
     child = start_adder()
-    await child.handshake(60.0)
-    assert await child.channel.ask([1, 2, 3], 60.0) == 6
+    await child.await_ready(60.0)
+    assert await child.channel.request_reply([1, 2, 3], 60.0) == 6
     await child.close()
     assert child.returncode == 0
 asyncio.run(add())

@@ -124,13 +124,13 @@ def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.M
     }
     config = run_dir / "config.toml"
     for failure, kind in ends.items():
-        over = GiveUp.after(failure, "reward", "no room")
+        over = GiveUp.after_failure(failure, "reward", "no room")
         monkeypatch.setattr(command, "run_training", lambda *_, over=over, **__: over)
         monkeypatch.setattr(command, "place_of", lambda *_: run_dir)
         with pytest.raises(kind, match="no room") as raised:
             laminar.train(config=config)
         assert kind is laminar.ConfigError or raised.value.run.directory == run_dir
-    over = GiveUp.after(FailureKind.STOPPED, "SIGINT")
+    over = GiveUp.after_failure(FailureKind.STOPPED, "SIGINT")
     monkeypatch.setattr(command, "run_training", lambda *_, **__: over)
     with pytest.raises(KeyboardInterrupt):
         laminar.train(config=config)

@@ -15,7 +15,7 @@ import socket
 import sys
 
 from laminar.actors.system.roles import Needs
-from laminar.actors.system.warm import prestart
+from laminar.actors.system.warm import prestart_child
 from laminar.cli import node
 from laminar.launch.exit_handling import exit_code
 from laminar.names import exit_codes
@@ -25,7 +25,7 @@ WORDS_MAX = 64 << 10  #: bytes
 
 def main() -> int:
     found = json.loads(sys.argv[1])
-    seeds = {kind: prestart(Needs(*need)) for kind, need in found.items()}
+    seeds = {kind: prestart_child(Needs(*need)) for kind, need in found.items()}
     with socket.socket(fileno=os.dup(0)) as starter:
         message, fds, _, _ = socket.recv_fds(starter, WORDS_MAX, 1)
     if not message:  # the warm processes end with this process

@@ -72,5 +72,5 @@ def _format_end(run_dir: Path) -> list[str]:
         return [f"no process of the run is alive, and it has no summary: {error}"]
     over = GiveUp(run.state.run.exit_code, run.state.run.failed)
     if run.state.run.phase != Phase.ENDED:
-        over = GiveUp.after(FailureKind.CRASHED, COORDINATOR, "all its processes are gone")
+        over = GiveUp.after_failure(FailureKind.CRASHED, COORDINATOR, "all its processes are gone")
     return summary_lines(summarize_replay(run), run_dir, over)

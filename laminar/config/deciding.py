@@ -41,21 +41,21 @@ def _list_marks(section: type[Section]) -> list[tuple[str, Decides, int]]:
     return found
 
 
-def _walk(section: Section) -> Iterator[tuple[Section, Decides, Any]]:
+def _iter_marked(section: Section) -> Iterator[tuple[Section, Decides, Any]]:
     """Yield each marked value with its section and its mark."""
     for name, mark, unit in _list_marks(type(section)):
         value = getattr(section, name)
         yield section, mark, round(value * unit) if unit > 1 else value
     for name in section.__struct_fields__:
         if isinstance(part := getattr(section, name), Section):
-            yield from _walk(part)
+            yield from _iter_marked(part)
 
 
 def list_fields(config: Section) -> list[tuple[str, type, Any]]:
     """Return the name, type and default of each value, in the order of their encoding."""
-    return [(mark.name, type(value), mark.absent) for _, mark, value in _walk(config)]
+    return [(mark.name, type(value), mark.absent) for _, mark, value in _iter_marked(config)]
 
 
 def list_values(config: Section) -> dict[str, Any]:
     """Return the values by name, without those of sections that are not used."""
-    return {mark.name: value for section, mark, value in _walk(config) if section.is_used}
+    return {mark.name: value for section, mark, value in _iter_marked(config) if section.is_used}

@@ -38,7 +38,7 @@ class GiveUp:
     failure: Failure | None = None
 
     @classmethod
-    def after(cls, kind: FailureKind, subject: str, detail: str = "") -> GiveUp:
+    def after_failure(cls, kind: FailureKind, subject: str, detail: str = "") -> GiveUp:
         """Give the run up after a failure that no coordinator has reported."""
         return cls(kind.record.exit_code, Failure(kind, subject, detail=detail))
 
@@ -66,7 +66,7 @@ class Restarts:
         self._deaths += 1
         if self._deaths > DEATHS_MAX:
             what = f"the coordinator has died {self._deaths} times, last with code {code}"
-            return GiveUp.after(FailureKind.CRASHED, COORDINATOR, what)
+            return GiveUp.after_failure(FailureKind.CRASHED, COORDINATOR, what)
         return Restart(self._compute_pause())
 
     def _no_room(self, now_s: float) -> Restart | GiveUp:
@@ -76,7 +76,7 @@ class Restarts:
         if left_s <= 0:
             limit = f"{self._disk_wait_s:g} s (coordinator.disk_full_timeout_s)"
             what = f"the event log could not be written for {limit}"
-            return GiveUp.after(FailureKind.DISK_FAILED, COORDINATOR, what)
+            return GiveUp.after_failure(FailureKind.DISK_FAILED, COORDINATOR, what)
         return Restart(min(self._compute_pause(), left_s))
 
     def _compute_pause(self) -> float:

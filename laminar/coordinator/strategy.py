@@ -25,7 +25,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId
 from laminar.run.child_channel import ChildLost, Ready, Refused
-from laminar.run.child_process import Child, connect_user_code, print_output, spawn
+from laminar.run.child_process import Child, connect_user_code, print_output, spawn_child
 from laminar.run.user_file import load_user_function
 
 ANSWER_BYTES_MAX = 16 << 20
@@ -87,7 +87,7 @@ class StrategyWorker:
     async def _exchange_messages(self, command: cmd.ProposeBatch) -> tuple[GroupId, ...]:
         if self._process is None or self._process.returncode is not None:
             self._process = Child(
-                spawn(
+                spawn_child(
                     "laminar.coordinator.strategy",
                     self._reference,
                     guarded=True,
@@ -97,8 +97,8 @@ class StrategyWorker:
                 on_output=print_output,
                 bytes_max=ANSWER_BYTES_MAX,
             )
-            await self._process.handshake(START_S)
-        answer = await self._process.channel.ask(command, None)
+            await self._process.await_ready(START_S)
+        answer = await self._process.channel.request_reply(command, None)
         if isinstance(answer, Refused):
             raise ValueError(answer.reason)
         return _check_offered(answer.groups, command)

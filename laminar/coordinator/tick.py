@@ -162,7 +162,7 @@ class Tick:
                 message, routing_id, now_ns, time_ns
             ):
                 return
-            link = self._links.find(routing_id)
+            link = self._links.find_link(routing_id)
             if message == Heartbeat("", 0):  # a client asks whether we live
                 return self._frames_out.append((routing_id, encode_frame(Ack(self._boot, 0))))
             if link is None:
@@ -175,17 +175,17 @@ class Tick:
         for peer_seq, body in delivered:
             self._deliver_message(link, peer_seq, body, time_ns)
         if not delivered or delivered[0][0]:  # a gauge needs no answer
-            self._links.wake(link.boot_id)
+            self._links.wake_link(link.boot_id)
 
     def _register_peer(self, hello: Hello, routing_id: bytes, now_ns: int, time_ns: int) -> bool:
         """Remember the connection of a process; return whether it has a link."""
-        self._links.connect(hello.boot_id, routing_id)
+        self._links.set_route(hello.boot_id, routing_id)
         known = self._links.get(hello.boot_id) is not None
         return known or self._admit_peer(hello, now_ns, time_ns)
 
     def _decode_introduction(self, routing_id: bytes, frame: bytes) -> ClientFrame | None:
         """Decode a frame that may introduce a peer; None for ordinary frames of a known one."""
-        if self._links.find(routing_id) is not None and b"\xa5hello" not in frame[:16]:
+        if self._links.find_link(routing_id) is not None and b"\xa5hello" not in frame[:16]:
             return None
         return decode_client(frame, self._limits.max_frame)
 
@@ -239,7 +239,7 @@ class Tick:
             event = decode_event(body)
         except WireError as error:
             self.bad_frames += 1
-            self._links.wake(link.boot_id)
+            self._links.wake_link(link.boot_id)
             return link.refuse_client(f"it sent an unreadable message: {error}")
         self._apply_event(link.name, link.incarnation, peer_seq, event, time_ns, body)
 
@@ -309,9 +309,9 @@ class Tick:
         fenced = self._fence_links()
         out, self._frames_out = self._frames_out, []
         for link in self._links.take_due(now_ns):
-            out += self._links.poll(link, now_ns)
+            out += self._links.poll_link(link, now_ns)
         for boot_id in fenced:
-            self._links.drop(boot_id)
+            self._links.drop_link(boot_id)
         return out
 
     def _fence_links(self) -> set[str]:
@@ -322,7 +322,7 @@ class Tick:
             if self._is_fenced(link):
                 lost = self._is_newest(link)
                 link.refuse_client(LOST if lost else REPLACED, again=lost)
-                self._links.wake(link.boot_id)
+                self._links.wake_link(link.boot_id)
                 fenced.add(link.boot_id)
         return fenced
 
@@ -360,7 +360,7 @@ class Tick:
         order = cmd.Envelope(
             command_id=command_id, cause=command_id >> 20, command=msgspec.Raw(data)
         )
-        self._links.wake(link.boot_id)
+        self._links.wake_link(link.boot_id)
         try:
             link.send(encode(order))
         except OutboxFull as error:

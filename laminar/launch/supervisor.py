@@ -170,12 +170,12 @@ class Supervisor:
     def _given_up(self, no_coordinator: bool) -> GiveUp | None:
         """Return the reason to end the run without its coordinator, or None."""
         if reason := self._lock.find_lost_reason():
-            return GiveUp.after(FailureKind.USER_MISTAKE, str(self.run_dir), reason)
+            return GiveUp.after_failure(FailureKind.USER_MISTAKE, str(self.run_dir), reason)
         if self._asked.level < StopRequest.NOW:
             return None
         overdue = self._asked.since_now_s() > AT_ONCE_S
         if no_coordinator or overdue or self._asked.level == StopRequest.BY_FORCE:
-            return GiveUp.after(FailureKind.STOPPED, self._asked.reason)
+            return GiveUp.after_failure(FailureKind.STOPPED, self._asked.reason)
         return None
 
     def _start_coordinator(self) -> None:

@@ -91,7 +91,7 @@ def run_training(
                 return GiveUp(_get_exit_code(console))
             if asked.level and not arguments.resume:  # its coordinator has not started
                 shutil.rmtree(run_dir)
-                return GiveUp.after(FailureKind.STOPPED_EARLY, asked.reason)
+                return GiveUp.after_failure(FailureKind.STOPPED_EARLY, asked.reason)
             console.when_gone(
                 f"the output is closed; the run continues, and `{shell_command('stop', run_dir)}` "
                 "ends it"

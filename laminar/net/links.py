@@ -43,7 +43,7 @@ class Links(Generic[Link]):
     def get(self, boot_id: str) -> Link | None:
         return self._links.get(boot_id)
 
-    def find(self, route: bytes) -> Link | None:
+    def find_link(self, route: bytes) -> Link | None:
         """Return the link of the peer on this connection."""
         return self._links.get(self._boot_ids.get(route, ""))
 
@@ -59,16 +59,16 @@ class Links(Generic[Link]):
             "raise its limit of open files (ulimit -n)"
         )
 
-    def connect(self, boot_id: str, route: bytes) -> None:
+    def set_route(self, boot_id: str, route: bytes) -> None:
         """Send to this peer on this connection from now on."""
         self._boot_ids.pop(self._routes.get(boot_id, b""), None)
         self._boot_ids[route], self._routes[boot_id] = boot_id, route
 
     def add(self, link: Link) -> None:
         self._links[link.boot_id] = link
-        self.wake(link.boot_id)
+        self.wake_link(link.boot_id)
 
-    def drop(self, boot_id: str) -> None:
+    def drop_link(self, boot_id: str) -> None:
         del self._links[boot_id]
         self._boot_ids.pop(self._routes.pop(boot_id), None)
 
@@ -78,17 +78,17 @@ class Links(Generic[Link]):
         self.heard_ns[link.boot_id] = now_ns
         return bodies
 
-    def poll(self, link: Link, now_ns: int) -> list[tuple[bytes, bytes]]:
+    def poll_link(self, link: Link, now_ns: int) -> list[tuple[bytes, bytes]]:
         """Return (routing id, frame) of the frames that are due; drop a closed link after them."""
         route = self._routes[link.boot_id]
         frames = [(route, frame) for frame in link.poll(now_ns)]
         if link.state is LinkState.CLOSED:
-            self.drop(link.boot_id)
+            self.drop_link(link.boot_id)
         else:
             self.wake_at(link.boot_id, link.next_due_ns())
         return frames
 
-    def wake(self, boot_id: str) -> None:
+    def wake_link(self, boot_id: str) -> None:
         self._awake[boot_id] = None
 
     def wake_at(self, boot_id: str, at_ns: int) -> None:

@@ -107,7 +107,7 @@ class RpcServer:
         """Hand held requests to the handler now instead of after RETRY_MS."""
         if self._serving:
             for boot_id in self._held:
-                self._links.wake(boot_id)
+                self._links.wake_link(boot_id)
             self._run_turn()
 
     async def close(self) -> None:
@@ -129,9 +129,9 @@ class RpcServer:
 
     def _receive_frame(self, route: bytes, frame: bytes, now: int) -> None:
         try:
-            peer = self._links.find(route) or self._connect_peer(route, frame)
+            peer = self._links.find_link(route) or self._connect_peer(route, frame)
             if peer is not None:
-                self._links.wake(peer.boot_id)
+                self._links.wake_link(peer.boot_id)
                 self._take_requests(peer, self._links.receive(peer, frame, now))
         except WireError:
             self.bad_frames += 1
@@ -149,7 +149,7 @@ class RpcServer:
             self._links_made += 1
             peer = _Peer(hello, f"{self._boot_id}.{self._links_made}", self._limits)
             self._links.add(peer)
-        self._links.connect(hello.boot_id, route)
+        self._links.set_route(hello.boot_id, route)
         return peer
 
     def _take_requests(self, peer: _Peer, bodies: list[tuple[int, bytes]]) -> None:
@@ -198,7 +198,7 @@ class RpcServer:
     def _send_due(self, due: list[_Peer]) -> None:
         for peer in due:
             peer.flush()
-            for route, frame in self._links.poll(peer, now_ns()):
+            for route, frame in self._links.poll_link(peer, now_ns()):
                 self._socket.send(route, frame)
 
     def _judge_silence(self, now: int) -> None:
@@ -221,7 +221,7 @@ class RpcServer:
                 self._next_look_ns = min(self._next_look_ns, heard_ns + self._lease_ns)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        self._links.drop(peer.boot_id)
+        self._links.drop_link(peer.boot_id)
         self._held.pop(peer.boot_id, None)
         self._on_peer_lost(peer.boot_id)
 

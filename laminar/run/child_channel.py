@@ -163,7 +163,7 @@ class Channel:
         if self.ended.done():
             return
         if self._unsent and descriptors:
-            return self.end(ChildLost("it accepts no requests"))
+            return self.end_channel(ChildLost("it accepts no requests"))
         is_waiting = bool(self._unsent)
         self._unsent += encode_frame(message)
         if not is_waiting:
@@ -171,7 +171,7 @@ class Channel:
             if self._unsent and not self.ended.done():
                 self._loop.add_writer(self._socket, self._flush)
 
-    async def ask(
+    async def request_reply(
         self, request: Any, timeout_s: float | None, descriptors: Sequence[int] = ()
     ) -> Any:
         """Send a request and return the reply; raise TimeoutError or ChildLost.
@@ -194,12 +194,12 @@ class Channel:
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(self._reply)
 
-    def drain(self) -> None:
+    def drain_output(self) -> None:
         """Read all that has been sent before now."""
         while not self.ended.done() and self._receive():
             pass
 
-    def end(self, reason: ChildLost) -> None:
+    def end_channel(self, reason: ChildLost) -> None:
         """Close the channel; only the first reason counts."""
         if not self.ended.done():
             self.ended.set_result(reason)
@@ -219,7 +219,7 @@ class Channel:
                     sent = self._socket.send(data)
         except BlockingIOError:
             if descriptors:
-                self.end(ChildLost("it accepts no requests"))
+                self.end_channel(ChildLost("it accepts no requests"))
             return
         except OSError:  # the reader learns why
             sent = len(self._unsent)
@@ -237,16 +237,18 @@ class Channel:
             data = b""
         if not data:
             self._loop.remove_reader(self._socket)
-            self._loop.call_later(self._hang_up_s, self.end, ChildLost("it closed its channel"))
+            self._loop.call_later(
+                self._hang_up_s, self.end_channel, ChildLost("it closed its channel")
+            )
             return False
         self._received += data
         try:
             while (message := self._take_message()) is not None:
-                self._deliver(message)
+                self._deliver_message(message)
         except ChildLost as error:
-            self.end(error)
+            self.end_channel(error)
         except msgspec.DecodeError as error:
-            self.end(make_garbage_error(error))
+            self.end_channel(make_garbage_error(error))
         return True
 
     def _take_message(self) -> Any:
@@ -260,7 +262,7 @@ class Channel:
         del self._received[:end]
         return message
 
-    def _deliver(self, message: Any) -> None:
+    def _deliver_message(self, message: Any) -> None:
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(message)
         else:

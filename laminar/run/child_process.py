@@ -1,8 +1,8 @@
 """Child processes with a channel: start, handshake, output, the end of either side.
 
 Starts  python -m MODULE FD PARENT ARGUMENT..., under a guard (process_guard.py) for user code
-Gives   spawn, and Child for its result in an event loop; ChildProcess, for a child forked in any
-        way; call_isolated; fork_child; in a child: connect_parent, connect_user_code
+Gives   spawn_child, and Child for its result in an event loop; ChildProcess, for a child forked in
+        any way; call_isolated; fork_child; in a child: connect_parent, connect_user_code
 Raises  ConfigError with the reason of a child that refuses its start; ChildLost, with the last
         lines of its stderr if they are captured
 
@@ -61,7 +61,7 @@ class Spawned(NamedTuple):
     guarded: bool = False
 
 
-def spawn(
+def spawn_child(
     module: str,
     *words: str,
     guarded: bool = False,
@@ -164,7 +164,7 @@ class Child(ChildProcess):
             os.set_blocking(spawned.stderr.fileno(), False)
             self._loop.add_reader(spawned.stderr, self._read_output, spawned.stderr)
 
-    async def handshake(
+    async def await_ready(
         self, timeout_s: float, start: Any = None, late: str = "it did not start"
     ) -> dict[str, Any]:
         """Send the first message, if any, and return the facts of Ready once the child is ready.
@@ -185,7 +185,7 @@ class Child(ChildProcess):
 
     async def close(self, grace_s: float = END_S) -> None:
         """Close the channel and wait for the child to end by itself; then kill it."""
-        self.channel.end(ChildLost("it was closed"))
+        self.channel.end_channel(ChildLost("it was closed"))
         await asyncio.wait({self._exit}, timeout=grace_s)
         await self.kill_tree()
 
@@ -225,8 +225,8 @@ class Child(ChildProcess):
                 pass
             self._loop.remove_reader(stderr)
             stderr.close()
-        self.channel.drain()
-        self.channel.end(ChildLost(self.describe_end()))
+        self.channel.drain_output()
+        self.channel.end_channel(ChildLost(self.describe_end()))
 
     def _read_output(self, stderr: IO[bytes]) -> bool:
         """Read once; return whether there may be more."""
@@ -261,7 +261,7 @@ def call_isolated(
 
     Raises ConfigError: the child's; `late` after the time limit; `ended` and `advice` if there is
     no reply."""
-    spawned = spawn(module, *words, guarded=True, stderr=subprocess.DEVNULL)
+    spawned = spawn_child(module, *words, guarded=True, stderr=subprocess.DEVNULL)
     channel = BlockingChannel(spawned.socket)
     channel.socket.settimeout(limit_s)
     reply: Ready | Refused | ChildLost | None

@@ -36,7 +36,7 @@ import msgspec
 from laminar.config import Config, ConfigError
 from laminar.names.process_end import describe_exit
 from laminar.run.child_channel import Channel, ChildLost, Ready
-from laminar.run.child_process import Child, print_output, spawn
+from laminar.run.child_process import Child, print_output, spawn_child
 from laminar.run.lock import describe_dead_owner, try_lock
 from laminar.run.permissions import open_private
 from laminar.training.trainer_state import CheckpointError
@@ -145,7 +145,7 @@ class RankProcesses:
         self._write_process_ids()
         self._tasks.append(asyncio.ensure_future(self._watch_beats()))
         left = max(0.0, deadline - time.monotonic())
-        starts = [rank.handshake(left) for rank in self._ranks]
+        starts = [rank.await_ready(left) for rank in self._ranks]
         found = await asyncio.gather(*starts, return_exceptions=True)
         late = [r.number for r in self._ranks if not (r.is_ready or r.channel.ended.done())]
         for error in filter(None, found):
@@ -245,7 +245,7 @@ class RankProcesses:
         os.set_blocking(beats, False)
         given = InheritedDescriptors(their_beats, self._meeting, self._lock)
         try:
-            spawned = spawn(
+            spawned = spawn_child(
                 *self._program,
                 str(number),
                 *map(str, given),

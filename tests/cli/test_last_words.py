@@ -20,7 +20,7 @@ from tools.kit.world import World
 from tools.kit.world_parts import Faults, settings
 
 FULL = "the event log could not be written for 300 s"
-GIVEN_UP = GiveUp.after(FailureKind.DISK_FAILED, "coordinator", FULL)
+GIVEN_UP = GiveUp.after_failure(FailureKind.DISK_FAILED, "coordinator", FULL)
 
 
 def last_words(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:

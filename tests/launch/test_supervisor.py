@@ -155,7 +155,7 @@ def test_at_once_without_a_coordinator_waits_for_none(tmp_path: Path) -> None:
     """It had died when the user asked; its processes are told to leave, and killed if need be."""
     supervisor = StandIns(tmp_path / "run", "SIGQUIT", exit_codes.CRASHED)
     over = supervisor.run()
-    assert over == GiveUp.after(FailureKind.STOPPED, "SIGQUIT")
+    assert over == GiveUp.after_failure(FailureKind.STOPPED, "SIGQUIT")
     assert supervisor.heard.read_text() == "now SIGQUIT\n"
     assert all(node.returncode == -signal.SIGTERM for _, node in supervisor._nodes)
 

@@ -3,7 +3,7 @@
 Reads   the answers of the warm process, its end
 Writes  Launch messages, each with the descriptors of the actor's standard input and lock
 Starts  python -m laminar.actors.system.warm_process
-Gives   prestart, which starts a warm process; WarmProcess, one for as long as the node lives
+Gives   prestart_child, which starts a warm process; WarmProcess, one for as long as the node lives
 
 The death of a warm process costs no actor: it is restarted, and pending requests go to its
 successor. An actor that it had forked but not reported never begins.
@@ -20,7 +20,7 @@ import msgspec
 from laminar.actors.system.roles import Needs
 from laminar.actors.system.warm_process import Launch
 from laminar.run.child_channel import ChildLost, Forked, Refused
-from laminar.run.child_process import Child, ChildProcess, Spawned, spawn
+from laminar.run.child_process import Child, ChildProcess, Spawned, spawn_child
 
 FORK_S = 60.0
 """Time limit for a fork, normally milliseconds; a swapping machine may take 1000 times longer."""
@@ -38,14 +38,14 @@ The default threshold of glibc grows with the cache size that a virtual machine 
 """
 
 
-def prestart(needs: Needs) -> Spawned:
+def prestart_child(needs: Needs) -> Spawned:
     """Start a warm process with this environment and the needs; the user's values win.
 
     Signals that are ignored here (nohup) are ignored there.
     """
     environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
     module = "laminar.actors.system.warm_process"
-    return spawn(module, "", *needs.modules, environment=environment | OWN_ENVIRONMENT)
+    return spawn_child(module, "", *needs.modules, environment=environment | OWN_ENVIRONMENT)
 
 
 class WarmProcess:
@@ -73,7 +73,7 @@ class WarmProcess:
         """Start the process unless it runs; it imports while other processes work."""
         if self._process is not None or self._closed:
             return
-        seed, self._seed = self._seed or prestart(self._needs), None
+        seed, self._seed = self._seed or prestart_child(self._needs), None
         self._process = Child(seed, Forked)
         self._ready = asyncio.ensure_future(self._until_ready(self._process))
         self._watcher = asyncio.ensure_future(self._watch_process(self._process))
@@ -103,7 +103,7 @@ class WarmProcess:
         await self._end_process()
 
     async def _until_ready(self, process: Child) -> None:
-        facts = await process.handshake(self._ready_s, None, "its imports did not end")
+        facts = await process.await_ready(self._ready_s, None, "its imports did not end")
         self.note = facts["note"]
         self._log.info("warm", pid=process.pid, kind=self.kind, **facts)
 
@@ -111,7 +111,7 @@ class WarmProcess:
         assert self._process is not None
         await self._ready
         try:
-            answer = await self._process.channel.ask(launch, FORK_S, fds)
+            answer = await self._process.channel.request_reply(launch, FORK_S, fds)
         except TimeoutError:
             raise ChildLost(f"it did not answer within {FORK_S:.0f} s (a fork)") from None
         if isinstance(answer, Refused):

@@ -96,13 +96,13 @@ class Versions(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def record_newest(self, number: int, step: int, digest: str) -> None:
         """Record the newest version."""
-        self._require(number, step).digest = digest
+        self._get_or_add(number, step).digest = digest
         self.newest = number
         self._forget_unneeded()
 
     def owe_version(self, number: int, step: int) -> None:
         """Record a version that has to be published again."""
-        self._require(number, step)
+        self._get_or_add(number, step)
         self.owed = number
 
     def end_export(self, step: int) -> None:
@@ -115,7 +115,7 @@ class Versions(msgspec.Struct, kw_only=True, omit_defaults=True):
         for version in self.known.values():
             version.checkpoint = None
         for number, path in paths.items():
-            self._require(number, self.step_of(number)).checkpoint = path
+            self._get_or_add(number, self.step_of(number)).checkpoint = path
         self._forget_unneeded()
 
     def forget_checkpoint(self, number: int) -> None:
@@ -127,9 +127,9 @@ class Versions(msgspec.Struct, kw_only=True, omit_defaults=True):
         for version in self.known.values():
             version.unfinished = False
         for number in numbers:
-            self._require(number, self.step_of(number)).unfinished = True
+            self._get_or_add(number, self.step_of(number)).unfinished = True
 
-    def _require(self, number: int, step: int) -> Version:
+    def _get_or_add(self, number: int, step: int) -> Version:
         return self.known.setdefault(number, Version(step=step))
 
     def _forget_unneeded(self) -> None:

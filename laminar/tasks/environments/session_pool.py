@@ -22,7 +22,7 @@ from contextlib import suppress
 from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
 from laminar.run.child_channel import Channel, ChildLost, Forked
-from laminar.run.child_process import Child, Output, spawn
+from laminar.run.child_process import Child, Output, spawn_child
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.session_process import (
     ForkServerStart,
@@ -57,7 +57,7 @@ class SessionProcess(Channel):
     async def send_request(self, request: Request, timeout_s: float) -> Reply:
         """Return the reply, or raise TimeoutError or ChildLost: then kill the session."""
         self.asked = True
-        reply: Reply = await self.ask(request, timeout_s)
+        reply: Reply = await self.request_reply(request, timeout_s)
         self.asked = False
         return reply
 
@@ -81,8 +81,8 @@ class SessionProcess(Channel):
 
     def mark_ended(self, reason: ChildLost) -> None:
         """Record the end of the process; its children may still hold the channel open."""
-        self.drain()
-        self.end(reason)
+        self.drain_output()
+        self.end_channel(reason)
 
 
 class SessionPool:
@@ -152,7 +152,7 @@ class SessionPool:
                 warm = _ForkServerClient(self._env, self._on_output)
                 late = "the environment's file was not imported"
                 try:
-                    facts = await warm.handshake(self._start_timeout_s, self._start, late)
+                    facts = await warm.await_ready(self._start_timeout_s, self._start, late)
                 except BaseException:
                     await warm.close()
                     raise
@@ -164,7 +164,7 @@ class _ForkServerClient(Child):
     """The fork server, the process with the user's file, and its sessions."""
 
     def __init__(self, env: Mapping[str, str], on_output: Output) -> None:
-        spawned = spawn(
+        spawned = spawn_child(
             "laminar.tasks.environments.session_process",
             guarded=True,
             stderr=subprocess.PIPE,

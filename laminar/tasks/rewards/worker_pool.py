@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from laminar.config import ConfigError
 from laminar.run.child_channel import ChildLost
-from laminar.run.child_process import Child, Output, spawn
+from laminar.run.child_process import Child, Output, spawn_child
 from laminar.tasks.rewards.results import (
     RewardCall,
     RewardResult,
@@ -142,7 +142,7 @@ class RewardPool:
     async def _ask_worker(self, worker: Child, call: RewardCall) -> CallScored | None:
         """Return the reply; None after the timeout, once the worker has printed its stack."""
         with suppress(TimeoutError):
-            reply: CallScored = await worker.channel.ask(call, self._timeout_s)
+            reply: CallScored = await worker.channel.request_reply(call, self._timeout_s)
             return reply
         worker.send_signal(STACK_SIGNAL)
         before, deadline = worker.bytes_printed, time.monotonic() + STACK_S
@@ -165,14 +165,14 @@ class RewardPool:
         if worker is not None and not worker.channel.ended.done():
             return worker
         await self._drop_worker(slot)
-        spawned = spawn(
+        spawned = spawn_child(
             "laminar.tasks.rewards.worker",
             guarded=True,
             stderr=subprocess.PIPE,
             environment=self._env,
         )
         worker = self._workers[slot] = Child(spawned, CallScored, on_output=self._on_output)
-        await worker.handshake(self._start_timeout_s, self._spec, "its scorer did not load")
+        await worker.await_ready(self._start_timeout_s, self._spec, "its scorer did not load")
         return worker
 
     async def _drop_worker(self, slot: int) -> None:
