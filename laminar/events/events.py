@@ -17,6 +17,8 @@ from laminar.events.of_rollout import *  # noqa: F403
 from laminar.events.of_trainer import *  # noqa: F403
 from laminar.names.roles import find_roles
 
-ALL_EVENTS: tuple[type[Event], ...] = tuple(Event.__subclasses__())
+ALL_EVENTS: tuple[type[Event], ...] = tuple(
+    sorted(Event.__subclasses__(), key=lambda event: event.__module__)  # in any order of imports
+)
 REPORTED_BY = {kind: find_roles(get_tag(kind)) for kind in ALL_EVENTS}
 """Roles that may report each event: the machine refuses it from others."""

@@ -1,5 +1,6 @@
 """Strangers take no descriptors that the process of a server needs."""
 
+import gc
 import os
 import socket
 import threading
@@ -24,6 +25,7 @@ def server(opened, monkeypatch):
     """A server that has room for few connections more than the client ends of the strangers."""
     monkeypatch.setattr(listener, "RETRY_S", 0.05)
     monkeypatch.setattr(listener, "HELD", 4)
+    gc.collect()  # closes what earlier tests in this process left
     limit = open_descriptors() + STRANGERS + ROOM
     monkeypatch.setattr(listener, "connection_limit", lambda: limit)
     return opened(ServerSocket("127.0.0.1", 0, KEYS))
