@@ -34,7 +34,7 @@ def markdown() -> str:
         ]
     lines += ["## Commands", ""]
     for command in ALL_COMMANDS:
-        ended_by = _names(event for event, ends in ENDS.items() if command in ends)
+        ended_by = _names(event for event in ALL_EVENTS if command in ENDS.get(event, ()))
         lines += [
             f"### {_name(command)}",
             "",
