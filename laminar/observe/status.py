@@ -132,18 +132,21 @@ class StatusWriter:
         """
         doing: dict[Kind | None, str] = {}
         shown = {}
+        index, has_environment = indexes_of(state).replicas, state.settings.has_environment
+        group_size = state.settings.group_size  # capacity includes a group that waits
         for name, replica in state.members.replicas.items():
-            kind = indexes_of(state).replicas.get_kind(name)
+            kind = index.get_kind(name)
             if kind is None or kind not in doing:
                 refused = find_not_admitted_reason(state, replica) or "admitting"
                 begins = state.run.phase == Phase.STARTING
                 doing[kind] = "pulling" if replica.loading else "starting" if begins else refused
-            resetting, slots = _count_resetting(state, replica), _count_slots(state, replica)
+            resetting = _count_resetting(state, replica) if has_environment else 0
             begun = len(replica.running) - resetting
+            waiting = max(begun - max(replica.capacity - group_size, 1), 0)
             shown[name] = {
                 "version": replica.version,
-                "running": min(begun, slots),
-                "waiting": max(begun - slots, 0),
+                "running": begun - waiting,
+                "waiting": waiting,
                 "resetting": resetting,
                 "doing": _describe_activity(state, replica, doing[kind]),
                 "engine": self._gauges.get_gauges(name),
@@ -184,15 +187,8 @@ def _list_awaited(state: State) -> list[str]:
     ]
 
 
-def _count_slots(state: State, replica: Replica) -> int:
-    """Return the slots of its engine: capacity minus the group that waits for slots."""
-    return max(replica.capacity - state.settings.group_size, 1)
-
-
 def _count_resetting(state: State, replica: Replica) -> int:
     """Return the trajectories that hold a place in the engine while their environment resets."""
-    if not state.settings.has_environment:
-        return 0
     known = state.work.trajectories
     return sum(known[name].status == TrajectoryStatus.DISPATCHED for name in replica.running)
 

@@ -122,8 +122,9 @@ def indexes_of(state: State) -> Indexes:
     """Return the indexes of this state, built on first use and stored as an extra attribute.
 
     Call this before changing an indexed field: the indexes may be built just then."""
-    kept: Indexes | None = vars(state).get("indexes")
-    if kept is None:
+    try:
+        kept: Indexes = state.indexes  # type: ignore[attr-defined]
+    except AttributeError:
         kept = vars(state)["indexes"] = Indexes(state)
     return kept
 
