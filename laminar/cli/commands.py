@@ -14,6 +14,7 @@ from laminar.cli import (
     audit,
     clean,
     doctor,
+    export,
     fork,
     init,
     log,
@@ -43,7 +44,7 @@ def build_parser() -> CommandParser:
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
     for module in (
         quickstart, init, train, fork, doctor, submit, serve, watch, ps,
-        tail, scale, stop, clean, samples, log, audit, report, retrain,
+        tail, scale, stop, clean, samples, log, audit, report, retrain, export,
     ):  # fmt: skip
         module.add_parser(subparsers)
     return made

@@ -32,6 +32,7 @@ TOKENIZER_FILES = (
     "vocab.*",
     "merges.txt",
     "*.model",
+    "tekken.json",
     "chat_template*",
 )
 
