@@ -2,7 +2,7 @@
 
     import laminar
 
-    run = laminar.train({"model.name": "...", "data.train_files": ["rows.jsonl"]})
+    run = laminar.train({"model.name": "..."}, reward_funcs=reward, train_dataset=rows)
     run = laminar.open_run("runs/mine")
 
 docs/python.md explains the names below. They are imported on first use, so a program that only
@@ -16,7 +16,7 @@ from typing import Any
 
 from laminar.names.version import __version__ as __version__
 
-NAMES = ("ConfigError", "Run", "RunFailed", "open_run", "train")
+NAMES = ("ActiveRun", "ConfigError", "Run", "RunFailed", "open_run", "start", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """Python API of Laminar: train a model, read the results of a run.
 
 Reads   a run directory, running or ended
-Starts  (train only) what `laminar train` starts
-Gives   open_run, Run; train
+Starts  (train and start) what `laminar train` starts
+Gives   open_run, Run; train; start, ActiveRun
 Raises  ConfigError with the command's sentence; RunFailed with the reason of the run
 
 The module is outside cli/ because users' programs depend on its names, which `import laminar` finds
@@ -12,7 +12,6 @@ tables.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +28,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from laminar.analysis.report.samples import Sample
+    from laminar.launch.handle import RunThread
 
-__all__ = ["ConfigError", "Run", "RunFailed", "open_run", "train"]
+__all__ = ["ActiveRun", "ConfigError", "Run", "RunFailed", "open_run", "start", "train"]
+
+Config = str | Path | Mapping[str, Any]
 
 WHOLE_NUMBERS = ("step", "event", "time_ns")  #: columns of `Run.metrics` with integer values
 BY_ORIGIN = "by_origin/"
@@ -146,41 +148,75 @@ def open_run(directory: str | Path) -> Run:
 
 
 def train(
-    settings: Mapping[str, Any] | None = None,
+    config: Config | Sequence[Config] = (),
     *,
-    config: str | Path | Sequence[str | Path] = (),
+    reward_funcs: Any = None,
+    reward_weights: Sequence[float] | None = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    environment_factory: Any = None,
+    loss: Any = None,
+    advantage: Any = None,
+    callbacks: Sequence[Any] | None = None,
     move_old: bool = False,
     quiet: bool = False,
 ) -> Run:
     """Train as `laminar train` does, and return the run when it has ended.
 
-    `settings` are nested or dotted: {"optim": {"lr": 1e-6}} or {"optim.lr": 1e-6}; they win over
-    the TOML files of `config`. `quiet` prints nothing.
+    `config` is settings, nested or dotted ({"optim": {"lr": 1e-6}} or {"optim.lr": 1e-6}), the path
+    of a TOML file, or a list of these, of which the later win. The other arguments are TRL's, or
+    name what the settings name; docs/python.md explains them. `quiet` prints nothing.
 
-    Raises ConfigError, with the command's message, for a mistake in the settings, and RunFailed if
+    Raises ConfigError, with the command's message, for a mistake in the arguments, and RunFailed if
     the run began and failed. Ctrl-C ends the run gracefully, with its model exported; a second one
     raises KeyboardInterrupt. Outside the main thread signals are not handled, and
     `laminar stop RUN` ends the run.
     """
-    from laminar.launch.sizing import load_sized_config
-    from laminar.launch.terminal import Terminal
-    from laminar.launch.train import place_of, run_training
+    arguments = locals()
+    return start(**arguments).wait()
 
-    files = [config] if isinstance(config, str | Path) else list(config)
-    wanted = load_sized_config(files, settings=_to_plain(settings or {}))
-    run_dir = place_of(wanted, move_old)
-    ways = argparse.Namespace(dry_run=False, prepare=False, resume=None, move_old=move_old)
-    over = run_training(wanted, run_dir, ways, console=Terminal(quiet=quiet))
-    reason = over.failure.sentence if over.failure else f"the run ended with code {over.code}"
-    if over.code == exit_codes.PAUSED:
-        reason = f"the run is paused; `{shell_command('train', '--resume', run_dir)}` resumes it"
-    if over.code == exit_codes.USER_ERROR:
-        raise ConfigError(reason)
-    if over.failure and over.failure.subject == signal.SIGINT.name:
-        raise KeyboardInterrupt
-    if over.code != exit_codes.COMPLETE:
-        raise RunFailed(reason, open_run(run_dir))
-    return open_run(run_dir)
+
+def start(config: Config | Sequence[Config] = (), **arguments: Any) -> ActiveRun:
+    """Start a run with the arguments of `train`; return at once, with a handle of the run."""
+    from laminar.launch.handle import start_run
+
+    sources = [config] if isinstance(config, str | Path | Mapping) else list(config)
+    plain = [_to_plain(source) for source in sources]
+    return ActiveRun(start_run(plain, **arguments))
+
+
+class ActiveRun(Run):
+    """Run that this program has started: a Run to read, with its progress, its stop and its end."""
+
+    def __init__(self, thread: RunThread) -> None:
+        self._thread, self.directory = thread, thread.run_dir
+
+    def __repr__(self) -> str:
+        return f"<laminar run {str(self.directory)!r}: {self.progress}>"
+
+    @property
+    def progress(self) -> str:
+        """Line of the terminal's progress: step, reward, evaluation score, time left."""
+        return self._thread.progress
+
+    def stop(self) -> None:
+        """Request a graceful end: the step in training is completed, the model exported."""
+        self._thread.stop()
+
+    def wait(self) -> Run:
+        """Wait for the end and return the run, or raise as `train` does."""
+        over = self._thread.join()
+        reason = over.failure.sentence if over.failure else f"the run ended with code {over.code}"
+        if over.code == exit_codes.PAUSED:
+            resume = shell_command("train", "--resume", self.directory)
+            reason = f"the run is paused; `{resume}` resumes it"
+        if over.code == exit_codes.USER_ERROR:
+            raise ConfigError(reason)
+        if over.failure and over.failure.subject == signal.SIGINT.name:
+            raise KeyboardInterrupt
+        if over.code != exit_codes.COMPLETE:
+            raise RunFailed(reason, self)
+        return open_run(self.directory)
 
 
 def _to_plain(value: Any) -> Any:

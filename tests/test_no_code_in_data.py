@@ -1,5 +1,7 @@
 """Nothing in laminar/ reads data that could be code: what comes from a socket or a file is checked
-data, and who sends it can send nothing that runs."""
+data, and who sends it can send nothing that runs. The one exception is the user's own code: a
+function that a program passes to its run is a pickle in RUN/objects, written by one module and read
+by another, as a Python file would be. It is refused where other users can write it."""
 
 from __future__ import annotations
 
@@ -9,12 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from laminar.config import ConfigError
+from laminar.run.objects import ObjectFolder
+from laminar.run.user_import import import_file
+
 PACKAGE = Path(__file__).parents[1] / "laminar"
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 NAMES = {
     *("recv_pyobj", "send_pyobj"),  # of ZeroMQ: they pickle
     *("all_gather_object", "gather_object"),  # of torch.distributed, which pickles objects
     *("broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
+}
+USERS_CODE = {
+    "run/objects.py: cloudpickle",
+    "run/objects.py: dumps",
+    "run/user_import.py: pickle",
+    "run/user_import.py: load",
 }
 PLANNER = "torch.distributed.checkpoint"
 """It pickles what it saves beside the tensors, and plans by collectives that pickle, too."""
@@ -60,7 +72,19 @@ def test_the_package_reads_nothing_that_could_be_code() -> None:
         for path in files
         for what in found_in(ast.parse(path.read_text()))
     }
-    assert found == set()
+    assert found == USERS_CODE
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_an_object_that_others_can_write_is_not_loaded(tmp_path: Path, mode: int) -> None:
+    folder = ObjectFolder()
+    path = Path(folder.name_object("reward_funcs", lambda completions: [1.0])[0])
+    assert import_file(path).__dict__["lambda"]([""]) == [1.0]
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"can be written by other users .mode 0{mode:o}."):
+        import_file(path)
+    folder.close()
+    assert not path.parent.exists()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ EMULATED: dict[str, Any] = {
 def run_dir(tmp_path: Path) -> Path:
     make_run(tmp_path / "run", world_log())
     settings = {"model": {"name": MODEL.as_posix()}, "data.dataset": "gcd", "seed": 7}
-    (tmp_path / "run" / "config.toml").write_text(dump_config(load_config([], settings=settings)))
+    (tmp_path / "run" / "config.toml").write_text(dump_config(load_config([settings])))
     (tmp_path / "run" / "metrics.jsonl").write_text(
         '{"step": 1, "event": 9, "time_ns": 12, "reward/mean": 0.5, "by_origin/reward/0": 0.5}\n'
         '{"step": 1, "event": 11, "time_ns": 15, "val/version": 1, "val-core/x": 1}\n{"torn'
@@ -84,10 +84,10 @@ def test_a_mistake_is_the_sentence_of_the_command(run_dir: Path, tmp_path: Path)
     with pytest.raises(laminar.ConfigError, match=r"^unknown key optim\.learning_rate; "):
         laminar.train({"optim": {"learning_rate": 1e-6}})
     with pytest.raises(laminar.ConfigError, match=r"optim\.lr = 'high' is not allowed"):
-        laminar.train({"optim.lr": "high"}, config=run_dir / "config.toml")
+        laminar.train([run_dir / "config.toml", {"optim.lr": "high"}])
     with pytest.raises(laminar.ConfigError, match="exists; give another"):
         place = {"run": {"name": "run", "output_dir": tmp_path}}
-        laminar.train(place, config=run_dir / "config.toml")
+        laminar.train([run_dir / "config.toml", place])
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         laminar.trian  # noqa: B018
 
@@ -102,7 +102,7 @@ def test_training_returns_the_run_or_raises_its_reason(
     place = {"run": {"output_dir": tmp_path, "name": "ended"}}
 
     def train() -> None:
-        found.append(laminar.train(EMULATED | place, quiet=True))
+        found.append(laminar.train([EMULATED, place], quiet=True))
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -115,7 +115,7 @@ def test_training_returns_the_run_or_raises_its_reason(
 def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from laminar.coordinator.restarts import GiveUp
     from laminar.core.state.failures import FailureKind
-    from laminar.launch import train as command
+    from laminar.launch import handle
 
     ends = {
         FailureKind.NO_SCORES: laminar.RunFailed,
@@ -125,12 +125,12 @@ def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.M
     config = run_dir / "config.toml"
     for failure, kind in ends.items():
         over = GiveUp.after_failure(failure, "reward", "no room")
-        monkeypatch.setattr(command, "run_training", lambda *_, over=over, **__: over)
-        monkeypatch.setattr(command, "place_of", lambda *_: run_dir)
+        monkeypatch.setattr(handle, "run_training", lambda *_, over=over, **__: over)
+        monkeypatch.setattr(handle, "place_of", lambda *_: run_dir)
         with pytest.raises(kind, match="no room") as raised:
-            laminar.train(config=config)
+            laminar.train(config)
         assert kind is laminar.ConfigError or raised.value.run.directory == run_dir
     over = GiveUp.after_failure(FailureKind.STOPPED, "SIGINT")
-    monkeypatch.setattr(command, "run_training", lambda *_, **__: over)
+    monkeypatch.setattr(handle, "run_training", lambda *_, **__: over)
     with pytest.raises(KeyboardInterrupt):
-        laminar.train(config=config)
+        laminar.train(config)

@@ -30,16 +30,18 @@ from laminar.core.state.steps import StepRecord
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.of_coordinator import ForkOrigin
-from laminar.launch.train import ForkStart, place_of, run_training
+from laminar.launch.train import StartFiles, place_of, run_training
 from laminar.names.ids import GroupId, Purpose
 from laminar.run.directory import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
+    OBJECTS_DIR,
     ORIGIN_DIR,
     ORIGIN_FILE,
     RESUME_FILE,
     run_config,
 )
+from laminar.run.objects import take_objects
 from laminar.run.permissions import check_private
 from laminar.run.user_file import file_digests
 from laminar.training.checkpoints.file_digests import check_digests
@@ -74,8 +76,13 @@ def run_fork(arguments: argparse.Namespace) -> int:
         *(f"changed    {change}" for change in _list_changes(before, config)),
         *(f"changed    {change}" for change in _changed_files(directory, config)),
     ]
-    forked = ForkStart(step, lines, lambda to: _copy_checkpoint(directory, origin, to))
-    return run_training(config, run_dir, arguments, forked).code
+
+    def copy_files(to: Path) -> None:
+        _copy_checkpoint(directory, origin, to)
+        take_objects(run.resolve() / OBJECTS_DIR, to)
+
+    files = StartFiles(f"the checkpoint of step {step}", lines, copy_files)
+    return run_training(config, run_dir, arguments, files).code
 
 
 def _find_checkpoint(run: Path, step: int) -> Path:

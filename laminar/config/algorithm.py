@@ -50,7 +50,7 @@ class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
 class PolicyLossConfig(Section, frozen=True, kw_only=True):
     loss_mode: Annotated[
         str,
-        path_form("file:name"),
+        path_form("code:name"),
         doc(
             "vanilla (PPO), gspo, cispo, ... | your function as path.py:name; see docs/training.md"
         ),
@@ -81,7 +81,7 @@ class FilterGroupsConfig(Section, frozen=True, kw_only=True):
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
     adv_estimator: Annotated[
         str,
-        path_form("file:name"),
+        path_form("code:name"),
         doc(
             "grpo, rloo, ..., gae (PPO, with a critic) | your function as path.py:name; see "
             "docs/training.md"
@@ -113,7 +113,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     ] = 0
     batch_strategy: Annotated[
         str,
-        path_form("file:name"),
+        path_form("code:name"),
         doc(
             "deadline | priority | your function as path.py:name: which prompts make a batch; see "
             "docs/training.md"

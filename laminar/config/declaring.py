@@ -19,7 +19,8 @@ def doc(text: str) -> Meta:
 def path_form(form: str) -> Meta:
     """Mark a path, or a list of them, that paths.py makes absolute.
 
-    `form`: "file", "file:name", or "model", which may be a name on the hub."""
+    `form`: "file"; "code" or "code:name", a Python file or module; or "model", which may be a name
+    on the hub."""
     return Meta(extra={"path": form})
 
 

@@ -11,7 +11,9 @@ directory; a path on a command line against the working directory only.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,15 @@ from laminar.config.keys import ConfigError, Key
 HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?")
 """A model on the Hugging Face hub; a directory of that name takes precedence."""
 HUB_FILE = "hf://"
+OBJECTS = "./objects/"
+"""Beginning of a path in a run's config.toml to a file of the run (run/objects.py)."""
 
 
 def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, must_be: bool) -> Any:
     """Return a checked value with absolute paths; `file` is its config file, if any."""
 
     def found(form: str, name: str) -> str:
-        path, colon, function = name.rpartition(":") if form == "file:name" else (name, "", "")
+        path, colon, function = name.rpartition(":") if form == "code:name" else (name, "", "")
         if not path or Path(path).is_absolute() or path.startswith(HUB_FILE):
             return name
         here = Path.cwd()
@@ -37,6 +41,8 @@ def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, mus
         for place in places:
             if (place / path).exists():
                 return f"{place / path}{colon}{function}"
+        if form.startswith("code") and (module := find_module(path)):
+            return f"{module}{colon}{function}"
         if file is None or not must_be or (form == "model" and HUB_MODEL.fullmatch(path)):
             return name
         where = " nor in ".join(map(str, places))
@@ -47,6 +53,31 @@ def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, mus
         )
 
     return _replace_paths(value, inspect.type_info(declared.annotation), found)
+
+
+def find_module(name: str) -> Path | None:
+    """Return the file of a module, without an import of its packages; None if there is none."""
+    first, *inner = name.split(".")
+    if not all(part.isidentifier() for part in (first, *inner)):
+        return None
+    found = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
+    places = list(found.submodule_search_locations or ()) if found is not None else []
+    files = [Path(place, *inner).with_suffix(".py") for place in places if inner]
+    files += [Path(place, *inner, "__init__.py") for place in places]
+    if found is not None and found.origin and not inner:
+        files.insert(0, Path(found.origin))
+    return next((file.resolve() for file in files if file.suffix == ".py" and file.is_file()), None)
+
+
+def replace_prefix(value: Any, old: str, new: str) -> Any:
+    """Return the value with every string in it that begins with `old` begun with `new`."""
+    if isinstance(value, str):
+        return new + value.removeprefix(old) if value.startswith(old) else value
+    if isinstance(value, list):
+        return [replace_prefix(part, old, new) for part in value]
+    if isinstance(value, dict):
+        return {name: replace_prefix(part, old, new) for name, part in value.items()}
+    return value
 
 
 def _replace_paths(value: Any, kind: inspect.Type, found: Callable[[str, str], str]) -> Any:

@@ -21,7 +21,7 @@ import tomli_w
 from laminar.config.foreign_keys import RENAMED, explain_foreign_key
 from laminar.config.keys import ConfigError, check_value, known_keys
 from laminar.config.overrides import parse_override
-from laminar.config.paths import make_absolute
+from laminar.config.paths import OBJECTS, make_absolute, replace_prefix
 from laminar.config.rules import CONFIG_CHARS_MAX, check_together
 from laminar.config.tree import Config
 
@@ -35,31 +35,34 @@ def is_key(key: str) -> bool:
 
 
 def load_config(
-    files: Iterable[str | Path],
+    sources: Iterable[str | Path | Mapping[str, Any]],
     overrides: Iterable[str] = (),
-    settings: Mapping[str, Any] | None = None,
     *,
     resolved: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Read TOML files left to right, apply `key=value` overrides, check everything.
+    """Read the sources left to right, apply `key=value` overrides, check everything.
 
-    `settings`: nested or dotted, with typed values, in the place of overrides. `resolved`: the
-    config.toml of a run, read before all others; its paths are not resolved. `defaults`: fallback
-    values by dotted key."""
+    `sources`: TOML files, and settings with typed values, nested or dotted. `resolved`: the
+    config.toml of a run, read before all others; of its paths only those to files of the run are
+    resolved. `defaults`: fallback values by dotted key."""
     flat = dict(defaults or {})
-    flat |= flatten_tables(read_toml(resolved), str(resolved)) if resolved is not None else {}
-    sources: dict[str, Path | None] = {}
-    for file in map(Path, files):
-        found = flatten_tables(read_toml(file), str(file))
+    if resolved is not None:
+        own = replace_prefix(read_toml(resolved), OBJECTS, f"{resolved.parent.resolve()}/objects/")
+        flat |= flatten_tables(own, str(resolved))
+    origins: dict[str, Path | None] = {}
+    for source in sources:
+        file = None if isinstance(source, Mapping) else Path(source)
+        table = source if isinstance(source, Mapping) else read_toml(Path(source))
+        found = flatten_tables(table, str(file or ""))
         flat |= found
-        sources |= dict.fromkeys(found, file)
-    given = dict(map(parse_override, overrides)) | flatten_tables(settings or {}, "")
+        origins |= dict.fromkeys(found, file)
+    given = dict(map(parse_override, overrides))
     flat = _check_values(flat | given)
-    sources |= dict.fromkeys(given)
+    origins |= dict.fromkeys(given)
     must_be = flat.get("rollout.engine") != "emulated"
-    for key, source in sources.items():
-        flat[key] = make_absolute(key, flat[key], known_keys()[key], source, must_be=must_be)
+    for key, origin in origins.items():
+        flat[key] = make_absolute(key, flat[key], known_keys()[key], origin, must_be=must_be)
     return _build_tree(flat)
 
 

@@ -116,7 +116,7 @@ class AsyncConfig(Section, frozen=True, kw_only=True):
 class RewardFunctionConfig(Section, frozen=True, kw_only=True):
     path: Annotated[
         str,
-        path_form("file"),
+        path_form("code"),
         doc("a Python file; empty: the dataset's own scorer, or math-verify"),
     ] = ""
     name: Annotated[
@@ -127,7 +127,7 @@ class RewardFunctionConfig(Section, frozen=True, kw_only=True):
 class WeightedFunctionConfig(Section, frozen=True, kw_only=True):
     """An entry of reward.functions."""
 
-    path: Annotated[str, path_form("file")] = (
+    path: Annotated[str, path_form("code")] = (
         ""  #: a Python file; empty: name is a scorer that comes with Laminar
     )
     name: str = ""  #: name of the function, as above; or dataset, math, exact
@@ -184,7 +184,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
 class EnvConfig(Section, frozen=True, kw_only=True):
     """Environment, in which a response has turns between tool calls; see docs/agents.md."""
 
-    path: Annotated[str, path_form("file"), doc("a Python file with a class; empty: none")] = ""
+    path: Annotated[str, path_form("code"), doc("a Python file with a class; empty: none")] = ""
     name: Annotated[str, doc("the class; empty: the file's only public class")] = ""
     call_semantics: Annotated[
         Literal["at-most-once", "retryable"],

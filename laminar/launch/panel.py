@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ class ProgressPanel:
     """Display of the newest status; call `update` a few times a second."""
 
     def __init__(self, run_dir: Path, console: Console, *, attached: bool = False) -> None:
-        """Initialize; `attached`: another process started the run, so the start is not reported."""
-        self._run_dir = run_dir
+        """Initialize; `attached`: to another process's run, of which replicas are shown."""
+        self._run_dir, self._attached = run_dir, attached
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         telemetry = Telemetry()
@@ -213,22 +213,17 @@ class ProgressPanel:
         parts = [
             f"[{status['seconds']:5.0f} s]",
             f"{_describe_phase(status):<9}",
-            self._format_steps(status),
-            *_format_learning(status),
+            self._format_progress(status),
             *([f"REWARD FAILED {failed}/{errors['answers']}"] if errors else []),
             *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
             f"{status['tokens_per_s']:.0f} tok/s",
             *([f"{status['repack']['moves']} migrated"] if status["repack"] else []),
-            *_count_replicas(status),
         ]
         line = "  ".join(parts)
         return line if len(line) <= LINE_MAX else f"{line[: LINE_MAX - 3]}..."
 
-    def _format_steps(self, status: dict[str, Any]) -> str:
-        total = status["total_steps"]
-        left = self._pace.estimate_left(status["step"], total, time.monotonic())
-        step = f"step {status['step']}" + (f"/{total}" if total else "")
-        return f"{step}, {left}" if left else step
+    def _format_progress(self, status: dict[str, Any]) -> str:
+        return format_progress(status, self._pace, time.monotonic())
 
     def _format_bar(self, status: dict[str, Any]) -> str:
         """Return a progress bar; empty if the number of steps is unknown."""
@@ -240,17 +235,18 @@ class ProgressPanel:
 
     def _build_panel(self, status: dict[str, Any]) -> Table:
         table = Table(show_header=False, box=None, padding=(0, 2))
-        span = _format_span(status["seconds"])
-        steps = f"{self._format_bar(status)}{self._format_steps(status)}, {span}"
-        table.add_row("[bold]laminar[/bold]", f"{_describe_phase(status):<9}  {steps}")
+        progress = f"{self._format_bar(status)}{self._format_progress(status)}"
+        table.add_row("[bold]laminar[/bold]", f"{_describe_phase(status):<9}  {progress}")
         errors, repack = status["reward_errors"], status["repack"]
         failed = [f"[red]REWARD FAILED {failed_share(errors)}[/red]"] if errors else []
-        table.add_row("learning", "  ".join([*_format_learning(status), *failed]))
+        stale = f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})"
+        time_so_far, version = _format_span(status["seconds"]), f"v{status['newest_version']}"
+        table.add_row("so far", "  ".join([time_so_far, stale, version, *failed]))
         moved = f", {repack['moves']} migrated" if repack else ""
         ready = f"{status['groups_ready']} groups ready"
         rate = f"{status['tokens_per_s']:.0f} tok/s{moved}"
         table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
-        for name, replica in _group_replicas(status["replicas"]):
+        for name, replica in _group_replicas(status["replicas"] if self._attached else {}):
             waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
             begins = f", {replica['resetting']} in reset" if replica["resetting"] else ""
             running = (
@@ -312,19 +308,18 @@ def _describe_phase(status: dict[str, Any]) -> str:
     return str(status.get("pause") or status["phase"])
 
 
-def _format_learning(status: dict[str, Any]) -> list[str]:
-    reward = status["reward"]
-    return [
+def format_progress(status: dict[str, Any], pace: StepPace, now: float) -> str:
+    """Return the step, the reward, the latest evaluation's score, and the time left."""
+    total, reward, told = status["total_steps"], status["reward"], status["evaluations"][-1:]
+    scores = [facts["share"] if facts["score"] is None else facts["score"] for facts in told]
+    left = pace.estimate_left(status["step"], total, now)
+    parts = [
+        f"step {status['step']}" + (f"/{total}" if total else ""),
         f"reward {reward:.3f}" if reward is not None else "reward -",
-        f"staleness {status['staleness_mean']:.2f} (max {status['staleness_max']})",
-        f"v{status['newest_version']}",
+        *(f"evaluation {score:.3f}" for score in scores if score is not None),
+        *([left] if left else []),
     ]
-
-
-def _count_replicas(status: dict[str, Any]) -> list[str]:
-    """Count the replicas by activity; the panel and status.json list each one."""
-    doing = Counter(replica["doing"] for replica in status["replicas"].values())
-    return [", ".join(f"{count} {what}" for what, count in doing.most_common())]
+    return "  ".join(parts)
 
 
 def _group_replicas(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

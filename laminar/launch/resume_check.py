@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar.config import Config, ConfigError, dump_config, flatten_config, load_config
+from laminar.config import Config, ConfigError, flatten_config, load_config
 from laminar.config.algorithm_rules import list_user_functions
 from laminar.coordinator.log_truncation import check_log
 from laminar.coordinator.system import RealDisk
@@ -45,8 +45,8 @@ from laminar.run.directory import (
     run_config,
 )
 from laminar.run.lock import RunLock, holders, in_use
+from laminar.run.objects import write_config
 from laminar.run.permissions import check_private
-from laminar.run.renames import write_whole
 from laminar.run.secret import make_missing_secret, read_secret
 from laminar.run.user_file import file_digests, run_file_digests
 from laminar.training.trainer_state import CheckpointError, decode
@@ -228,7 +228,7 @@ def claim_run_directory(config: Config, run_dir: Path, warnings: dict[str, str])
     lock = RunLock.join_idle_run(run_dir, "train")
     try:
         make_missing_secret(run_dir)
-        write_whole(run_dir / CONFIG_FILE, dump_config(config).encode(), durable=True)
+        write_config(config, run_dir)
         (run_dir / FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         for name in (COORDINATOR_FILE, STATUS_FILE):  # about processes that are gone
             (run_dir / name).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
@@ -212,7 +213,7 @@ def _get_score(result: RewardResult) -> float | None:
 def _run_calls(
     spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
 ) -> Iterator[list[RewardResult]]:
-    if not spec.custom:
+    if not spec.custom and threading.current_thread() is threading.main_thread():
         scorer = open_scorer(spec)
         yield from (scorer(call) for call in calls)
     else:

@@ -22,16 +22,14 @@ ASSUMED_GPU_BYTES = 40 << 30  #: of a GPU that cannot be asked: the least usual 
 
 
 def load_sized_config(
-    files: Sequence[str | Path],
-    overrides: Sequence[str] = (),
-    settings: Mapping[str, Any] | None = None,
+    sources: Sequence[str | Path | Mapping[str, Any]], overrides: Sequence[str] = ()
 ) -> Config:
     """Load a new run's settings, with defaults derived from the GPUs of this machine."""
-    config = load_config(files, overrides, settings)
+    config = load_config(sources, overrides)
     if config.is_emulated or config.rollout.device == "cpu" or not (gpus := this_machine().gpus):
         return config
     defaults = derive_replicas(config, len(gpus)) | derive_sequences(config, min(gpus.values()))
-    return load_config(files, overrides, settings, defaults=defaults)
+    return load_config(sources, overrides, defaults=defaults)
 
 
 def derive_replicas(config: Config, gpus: int) -> dict[str, int]:

@@ -256,7 +256,7 @@ class Supervisor:
 
 
 class StopRequest:
-    """Stop request made by signals: the highest of five levels, and the signal.
+    """Stop request made by signals, or by a program: the highest of five levels, and the signal.
 
     SIGTERM and SIGHUP request a graceful end, however often they come; SIGUSR1, and in a batch job
     SIGTERM, a pause. Ctrl-C requests an end, and one level more each time; SIGQUIT an immediate
@@ -282,6 +282,13 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def raise_level(self, level: int, reason: str) -> None:
+        """Request what `level` stands for, unless more has been requested."""
+        if level > self.level:
+            self.level, self.reason = level, reason
+            if level == self.NOW:
+                self._now_s = time.monotonic()
+
     def since_now_s(self) -> float:
         """Return the seconds since an immediate end was requested."""
         return time.monotonic() - self._now_s
@@ -293,10 +300,7 @@ class StopRequest:
             signal.SIGINT: more,
             signal.SIGQUIT: self.NOW,
         }.get(signal.Signals(number), self.DRAIN)
-        if wanted > self.level:
-            self.level, self.reason = wanted, signal.Signals(number).name
-            if wanted == self.NOW:
-                self._now_s = time.monotonic()
+        self.raise_level(wanted, signal.Signals(number).name)
 
 
 class CoordinatorProcess:

@@ -20,7 +20,7 @@ from laminar.analysis.log.evaluations import format_accuracy, format_score, is_s
 from laminar.analysis.report.summary import RunReplay, summarize_replay, write_summary
 from laminar.analysis.report.summary_lines import format_count, range_line
 from laminar.cluster.slurm import resume_command
-from laminar.config import Config, ConfigError, dump_config
+from laminar.config import Config, ConfigError
 from laminar.config.algorithm_rules import OWN_AGGREGATION
 from laminar.coordinator.restarts import GiveUp
 from laminar.coordinator.takeover import ResumeRequest
@@ -42,7 +42,8 @@ from laminar.observe.logs import create_attempt
 from laminar.run import directory
 from laminar.run.command_line import shell_command
 from laminar.run.lock import RunLock, holders, in_use, lock_for_move
-from laminar.run.renames import rename, write_whole
+from laminar.run.objects import write_config
+from laminar.run.renames import rename
 from laminar.run.secret import make_secret
 
 LOST_SHOWN = 4  #: most reasons shown for lost processes; summary.json has all
@@ -50,53 +51,55 @@ WRAPPED = (
     "           a string, in the model's chat template (TRL: as it is); data.apply_chat_template = "
     "false leaves it as it is"
 )
+CLOSED = "the output is closed; the run continues, and `{}` ends it"
 UNHANDLED = "an event could not be handled: the coordinator's last line names it and the error"
 
 
-class ForkStart(NamedTuple):
-    """Start of a fork from a checkpoint."""
+class StartFiles(NamedTuple):
+    """Files that a new run begins with: a fork's checkpoint, a program's objects."""
 
-    step: int
+    name: str
     lines: list[str]  #: of the plan
-    take: Callable[[Path], None]  #: copies it into the new run directory; may raise OSError
+    take: Callable[[Path], None]  #: copies them into the new run directory; may raise OSError
 
 
 def run_training(
     config: Config,
     run_dir: Path,
     arguments: argparse.Namespace,
-    forked: ForkStart | None = None,
+    files: StartFiles | None = None,
     console: Terminal | None = None,
+    asked: StopRequest | None = None,
 ) -> GiveUp:
-    """Check, start, watch and report a run; return how it ended, with its failure."""
+    """Check, start, watch and report a run; return how it ended, with its failure.
+
+    `asked`: stop requests of another thread, in the place of signals."""
     console = console or Terminal()
     config = check_settings(config)
     starts = not (arguments.dry_run or arguments.prepare)
     with contextlib.ExitStack() as ends:
         early = _prefork_nodes(config, ends) if starts else []
         machines = 1 if arguments.prepare else config.run.nodes
-        plan, found = plan_run(config, run_dir, arguments, forked, console, machines)
+        plan, found = plan_run(config, run_dir, arguments, files, console, machines)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
             return _end_dry_run(run_dir, arguments, console)
-        with StopRequest() as asked:  # before the directory exists, so that none is left incomplete
+        asking = ResumeRequest.RESUME if arguments.resume else ResumeRequest.NOTHING
+        signals = StopRequest() if asked is None else contextlib.nullcontext(asked)
+        with signals as asked:  # before the directory exists, so that none is left incomplete
             if not arguments.resume and run_dir.exists():
                 console.print_lines([f"moved the old run to {move_aside(run_dir)}"])
             place = resume_check.claim_run_directory if arguments.resume else prepare_directory
             lock = ends.enter_context(contextlib.closing(place(plan.config, run_dir, found)))
-            if forked is not None:
-                _take_fork(forked, run_dir)
+            if files is not None:
+                _take_files(files, run_dir)
             if arguments.prepare:
                 console.print_lines(_format_daemons(plan.config, run_dir))
                 return GiveUp(_get_exit_code(console))
             if asked.level and not arguments.resume:  # its coordinator has not started
                 shutil.rmtree(run_dir)
                 return GiveUp.after_failure(FailureKind.STOPPED_EARLY, asked.reason)
-            console.when_gone(
-                f"the output is closed; the run continues, and `{shell_command('stop', run_dir)}` "
-                "ends it"
-            )
-            asking = ResumeRequest.RESUME if arguments.resume else ResumeRequest.NOTHING
+            console.when_gone(CLOSED.format(shell_command("stop", run_dir)))
             over = Supervisor(plan.config, lock, console, asked, early, asking=asking).run()
         if reason := lock.find_lost_reason():
             console.print_lines(["", f"the run ended    {reason}"])
@@ -123,7 +126,7 @@ def plan_run(
     config: Config,
     run_dir: Path,
     arguments: argparse.Namespace,
-    forked: ForkStart | None,
+    files: StartFiles | None,
     console: Terminal,
     machines: int,
 ) -> tuple[RunPlan, dict[str, str]]:
@@ -142,7 +145,7 @@ def plan_run(
             plan.warnings.update(resume_check.find_changed_files(run_dir, plan.config))
         vllm_takes_it()
     console.print_lines([*plan_lines(plan), *memory_lines(places)])
-    console.print_lines(forked.lines if forked is not None else [])
+    console.print_lines(files.lines if files is not None else [])
     found = plan.warnings | (find_idle_gpus(plan.config) if machines else {})
     if plan.config.reward.trial and plan.resets:
         show_resets(plan.config.env, plan.resets, console)
@@ -237,7 +240,7 @@ def prepare_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -
         run_dir.chmod(int(config.run.mode, 8))
         lock = RunLock.create(run_dir, "train")
         make_secret(run_dir)
-        write_whole(run_dir / directory.CONFIG_FILE, dump_config(config).encode(), durable=True)
+        write_config(config, run_dir)
         if warnings:
             (run_dir / directory.FIRST_LOOK_FILE).write_text(json.dumps(warnings))
         create_attempt(run_dir)
@@ -248,15 +251,13 @@ def prepare_directory(config: Config, run_dir: Path, warnings: dict[str, str]) -
         raise ConfigError(f"run directory {run_dir} cannot be written: {error}") from None
 
 
-def _take_fork(forked: ForkStart, run_dir: Path) -> None:
-    """Take the fork's checkpoint into the run directory; remove the directory on failure."""
+def _take_files(files: StartFiles, run_dir: Path) -> None:
+    """Take the files into the run directory; remove the directory on failure."""
     try:
-        forked.take(run_dir)
+        files.take(run_dir)
     except OSError as error:
         shutil.rmtree(run_dir)
-        raise ConfigError(
-            f"the checkpoint of step {forked.step} cannot be copied to {run_dir}: {error}"
-        ) from None
+        raise ConfigError(f"{files.name} cannot be copied to {run_dir}: {error}") from None
 
 
 def plan_lines(plan: RunPlan) -> list[str]:

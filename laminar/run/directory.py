@@ -1,6 +1,7 @@
 """The names of all files and directories in a run directory.
 
 config.toml       the resolved configuration
+objects/          functions and rows that a program passed to laminar.train (run/objects.py)
 secret            32 random bytes, by which the processes of the run recognise each other
 run.lock          locked by every process of the run; processes/ names them
 first_look.json   problems found before the start, by kind of warning; absent if there were none
@@ -35,6 +36,7 @@ from typing import Any
 from laminar.config import Config, ConfigError, load_config
 
 CONFIG_FILE = "config.toml"
+OBJECTS_DIR = "objects"
 SECRET_FILE = "secret"
 LOCK_FILE = "run.lock"
 PROCESSES_DIR = "processes"

@@ -193,7 +193,6 @@ def test_of_many_replicas_those_that_do_the_same_are_told_together(tmp_path: Pat
         "8192 running, 128 waiting, 128 in reset, 50% of its cache" in panel
         and "rollout-0" not in panel
     )
-    assert "256 admitting" in drawn(tmp_path, [{"replicas": many}])
 
 
 def test_a_shaped_reward_shows_its_mean_score_and_what_went_wrong_is_named() -> None:

@@ -456,5 +456,5 @@ def test_a_string_prompt_in_the_chat_template_is_named(tmp_path: Path, as_is: bo
     model = Path(__file__).parents[2] / "configs/models/calculator-0.6m"
     settings = {"model.name": str(model), "data.train_files": [str(tmp_path / "rows.jsonl")]}
     settings |= {"data.val_size": 2, "data.apply_chat_template": not as_is}
-    lines = train.plan_lines(look_at_data(load_config([], settings=settings)))
+    lines = train.plan_lines(look_at_data(load_config([settings])))
     assert any("in the model's chat template (TRL: as it is)" in line for line in lines) != as_is

@@ -24,8 +24,9 @@ from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
 from laminar.run.child_channel import Ready
 from laminar.run.child_process import call_isolated, connect_user_code
+from laminar.run.user_import import import_file
 from laminar.tasks.rewards.results import format_names
-from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S, import_file
+from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 from laminar.tasks.sandbox.sandbox import permit_unsafe
 
 RESET, REWARD = "reset", "get_reward"

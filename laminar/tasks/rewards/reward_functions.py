@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from laminar.config import Config, ConfigError, WeightedFunctionConfig
+from laminar.run.user_import import SUFFIX
 from laminar.tasks.data.prompts import ANSWER_KEYS, PromptRow, columns_of, from_plain
 from laminar.tasks.rewards import results
 from laminar.tasks.rewards.builtin_scorers import dataset_scorer, exact_scorer, math_scorer
@@ -119,7 +120,8 @@ def _choose_scope(asked: str, functions: Sequence[results.FunctionSpec]) -> str:
 def describe_function(function: results.FunctionSpec) -> str:
     """Describe the function for a user."""
     if function.kind == "custom":
-        return f"{function.name} of {function.path}"
+        is_stored = function.path.endswith(SUFFIX)
+        return function.name if is_stored else f"{function.name} of {function.path}"
     if function.kind == "dataset":
         return f"the scorer of {function.dataset}"
     return f"the {function.kind} scorer"

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import inspect
 import io
-import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 from laminar.config import ConfigError
 from laminar.run.user_file import describe_error
+from laminar.run.user_import import import_file
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.rewards.results import (
     Extras,
@@ -53,6 +52,8 @@ MARKERS = {
     "completion": "single",
     "states": "group",
     "state": "single",
+    "completion_ids": "group",
+    "prompts": "group",
 }
 
 
@@ -116,39 +117,15 @@ def _detect_style(function: Function, where: str) -> str:
     for marker, style in MARKERS.items():
         if marker in names:
             return style
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
+    if takes_all and "trace" not in names:
+        return "group"  # as TRL calls each function
     trace = "; the trace of a verifiers Task is not supported" if "trace" in names else ""
     raise ConfigError(
         f"the parameters of {where} are {format_names(names)}; it needs solution_str (verl), "
         "completions (TRL, all siblings in one call) or completion (a Rubric of verifiers, its old "
         f"style){trace}"
     )
-
-
-def import_file(
-    path: Path,
-    *,
-    what: str = "reward",
-    keys: str = "reward.custom_reward_function or reward.functions",
-) -> ModuleType:
-    """Import the user's file for a `what`, named by a setting of `keys`; raise ConfigError."""
-    if not path.is_file():
-        raise ConfigError(f"the {what}'s {str(path)!r} is not a file; correct the path in {keys}")
-    name = f"laminar_user_{what}_{path.stem}"
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise ConfigError(f"{path} is not a Python file; its name must end in .py")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that a helper next to the file shadows no library
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
-    try:
-        found.loader.exec_module(module)
-    except ConfigError:  # a sandbox that the file asks for
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} does not import: {describe_error(error, str(path))}") from None
-    return module
 
 
 def _find_public(module: ModuleType) -> dict[str, Function]:
