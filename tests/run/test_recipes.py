@@ -1,7 +1,6 @@
 """Recipes: copied by `laminar init`, trained three steps with a tiny model, and their plans fit.
 
-The names of the hub stay: models and data are in a cache of the test's own. The recipe `words` is
-the quickstart, which other tests run.
+Models and data of the hub are in a cache that a test makes. `words` is run elsewhere: quickstart.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from laminar.cli.commands import run_command
 from laminar.cli.init import RECIPES
@@ -36,8 +35,11 @@ from laminar.training.model import footprint
 from tests.run.conftest import ROOT, check_books, train
 from tests.run.test_families import build
 
-#: family, hidden size, inner size, layers, heads, heads of keys, their size, tied head
-MODELS: dict[str, tuple[type[PretrainedConfig], int, int, int, int, int, int, bool]] = {
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+MODELS: dict[str, tuple[Any, ...]] = {
     "Qwen/Qwen2.5-0.5B-Instruct": (Qwen2Config, 896, 4864, 24, 14, 2, 64, True),
     "Qwen/Qwen3-1.7B": (Qwen3Config, 2048, 6144, 28, 16, 8, 128, True),
     "Qwen/Qwen3-8B": (Qwen3Config, 4096, 12_288, 36, 32, 8, 128, False),
@@ -73,7 +75,7 @@ SMALL = (
     "rollout.max_num_seqs=8", "trainer.device=cpu", "trainer.ranks=1",
     "trainer.total_training_steps=3", "trainer.test_freq=2", "trainer.save_freq=2",
     "trainer.micro_batch_tokens=2048", "data.max_prompt_length=400",
-    "data.max_response_length=24", "data.train_batch_size=2",
+    "data.max_response_length=24", "data.train_batch_size=2", "algorithm.ppo_mini_batch_size=1",
 )  # fmt: skip
 
 
@@ -116,16 +118,15 @@ def prepare(directory: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", sorted(HARDWARE.keys() - {"words"}))
 def test_three_steps_with_a_tiny_model(name: str, hub: Path, tmp_path: Path) -> None:
     directory = copy_recipe(name, tmp_path)
-    given = tomllib.loads((directory / "run.toml").read_text())
-    if (model := given["model"]["name"]) in MODELS:  # a tiny one of its family
+    model = tomllib.loads((directory / "run.toml").read_text())["model"]["name"]
+    if model in MODELS:  # a tiny one of its family
         tiny = build("qwen3", hub) if "Qwen3" in model else ROOT / "configs/models/spell-0.6m"
         shutil.copytree(tiny, snapshot(hub, "model", model), dirs_exist_ok=True)
     if name == "code-1.7b":
         skip_without_sandbox()
     if (directory / "prepare.py").exists():
         assert prepare(directory).returncode == exit_codes.COMPLETE
-    mini = ["algorithm.ppo_mini_batch_size=1"] if "ppo_mini" in str(given) else []
-    run = train(tmp_path, *SMALL, *mini, config=str(directory / "run.toml"))
+    run = train(tmp_path, *SMALL, config=str(directory / "run.toml"))
     assert run.code == exit_codes.COMPLETE, run.output
     assert run.summary["steps"] == 3 and not run.summary["reward_errors"]
     check_books(run)
@@ -160,7 +161,10 @@ def load_recipe(name: str, directory: Path) -> Config:
 def list_short_places(config: Config, recipe: str) -> list[str]:
     """The memories of the first machine, which has the trainer, that are too small."""
     count, gpu, memory = HARDWARE[recipe]
-    hf_config = make_hf_config(config.model.name)
+    if found := MODELS.get(config.model.name):
+        hf_config = found[0](vocab_size=151_936, **dict(zip(SIZES, found[1:], strict=True)))
+    else:
+        hf_config = Qwen2Config.from_pretrained(config.model.name)
     with torch.device("meta"):
         tensors = AutoModelForCausalLM.from_config(hf_config).state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -171,24 +175,12 @@ def list_short_places(config: Config, recipe: str) -> list[str]:
     return [place.name for place in places if not place.fits]
 
 
-def make_hf_config(name: str) -> PretrainedConfig:
-    if name not in MODELS:
-        return Qwen2Config.from_pretrained(name)
-    family, hidden, inner, layers, heads, kv_heads, head_dim, tied = MODELS[name]
-    return family(
-        vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        tie_word_embeddings=tied,
-    )  # fmt: skip
-
-
 def test_the_list_of_recipes_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(HARDWARE) == list(RECIPES)
     index = (ROOT / "docs/data_and_rewards.md").read_text()
     assert all(f"| `{name}` | " in index for name in HARDWARE)
     assert run_command(["init", str(tmp_path / "a"), "--recipe", "math"]) == exit_codes.USER_ERROR
-    said = capsys.readouterr().err
-    assert f"--recipe math is unknown; choose from {', '.join(sorted(HARDWARE))}\n" in said
+    assert f"math is unknown; choose from {', '.join(RECIPES)}\n" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 
@@ -204,8 +196,9 @@ def test_prepared_rows_are_never_written_over(hub: Path, tmp_path: Path) -> None
     for row in rows:
         answer = re.findall(r"\d+", row.ground_truth)[-1]
         assert (score(row, f"\\boxed{{{answer}}}"), score(row, "\\boxed{1000}")) == (1.0, 0.0)
-    said = f"prepare: {mine / 'train.jsonl'} exists; remove it to make it again\n"
-    assert prepare(mine).stderr == said
+    assert (
+        prepare(mine).stderr == f"prepare: {mine}/train.jsonl exists; remove it to make it again\n"
+    )
     shutil.rmtree(hub)
     for file in mine.glob("*.jsonl"):
         file.unlink()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ from laminar.tasks.data.hub import find_data_files
 from laminar.tasks.data.prompts import read_records
 
 Row = dict[str, Any]
+Converter = Callable[[Row], Row]
 
 
-def prepare_files(
-    directory: Path, files: Mapping[str, Sequence[str]], convert: Callable[[Row], Row]
-) -> int:
+def prepare_files(directory: Path, files: dict[str, list[str]], convert: Converter) -> int:
     """Write each file from its sources, every row converted; return the exit code of a program."""
     lines: dict[Path, list[str]] = {}
     try:
