@@ -1,7 +1,7 @@
-"""laminar init DIR: create a first run: a config, a reward file and ten prompts.
+"""laminar init DIR: create a first run: a config, a reward file and ten prompts; or copy a recipe.
 
-Reads   the location of the small model that comes with the package
-Writes  DIR/run.toml, DIR/reward.py, DIR/prompts.jsonl; never over an existing file
+Reads   the location of the small model that comes with the package; the files of a recipe
+Writes  DIR/run.toml, DIR/reward.py, DIR/prompts.jsonl (or those); never over an existing file
 
 The result runs as it is, on the small model; the user then replaces the three files with their own
 settings, reward and data.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +73,24 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Link to configs/ in a checkout; copy of it in a wheel."""
+RECIPES = {path.name: path for path in sorted((CONFIGS / "recipes").iterdir())}
 REFERENCE_CONFIG = CONFIGS / "reference.toml"
-QUICKSTART_CONFIG = CONFIGS / "quickstart.toml"
+QUICKSTART_CONFIG = RECIPES["words"] / "run.toml"
 QUICKSTART_MODEL = CONFIGS / "models" / "spell-0.6m"
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("init", help="write a config, a reward and ten prompts")
     parser.add_argument("directory", type=Path, metavar="DIR", help="created if missing")
+    parser.add_argument("--recipe", metavar="NAME", help=f"copy a recipe: {', '.join(RECIPES)}")
     parser.set_defaults(function=run_init)
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Write all three files or none; print the next command."""
+    """Write all files or none; print the next command."""
     directory: Path = arguments.directory
-    files = build_files(directory.absolute().name)
+    name, recipe = directory.absolute().name, arguments.recipe
+    files = read_recipe(recipe) if recipe else build_files(name)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if there := [name for name in files if (directory / name).exists()]:
@@ -99,10 +104,21 @@ def run_init(arguments: argparse.Namespace) -> int:
             f"{directory} cannot be written: {error.strerror}; name another directory"
         ) from None
     print(f"wrote {', '.join(str(directory / name) for name in files)}")
+    if "prepare.py" in files:
+        print(f"data  {shlex.join([sys.executable, str(directory / 'prepare.py')])}")
     train = shell_command("train", "-c", directory / "run.toml")
     print(f"look  {train} --dry-run")
     print(f"run   {train}")
     return exit_codes.COMPLETE
+
+
+def read_recipe(name: str) -> dict[str, str]:
+    """Return the text of each file of a recipe, with absolute paths of the shipped models."""
+    if name not in RECIPES:
+        raise ConfigError(f"--recipe {name} is unknown; choose from {', '.join(RECIPES)}")
+    files = {path.name: path.read_text() for path in RECIPES[name].iterdir() if path.is_file()}
+    shipped = json.dumps(str(QUICKSTART_MODEL.parent))[:-1]
+    return files | {"run.toml": files["run.toml"].replace('"../../models', shipped)}
 
 
 def build_files(name: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""laminar quickstart: `laminar train -c configs/quickstart.toml --move-old`, from any directory.
+"""laminar quickstart: train the recipe `words` with --move-old, from any directory.
 
-Reads   configs/quickstart.toml and its model, which come with the package; the settings given
+Reads   configs/recipes/words/run.toml and its model, which come with the package; settings
 Writes  runs/quickstart below the current directory, after moving an older one aside
 """
 

@@ -39,18 +39,19 @@ def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, mus
         here = Path.cwd()
         places = [here] if file is None else list(dict.fromkeys([file.parent.resolve(), here]))
         for place in places:
-            if (place / path).exists():
-                return f"{place / path}{colon}{function}"
+            if (joined := place / path).exists():
+                joined = joined.parent.resolve() / joined.name if ".." in path else joined
+                return f"{joined}{colon}{function}"
         if form.startswith("code") and (module := find_module(path)):
             return f"{module}{colon}{function}"
         if file is None or not must_be or (form == "model" and HUB_MODEL.fullmatch(path)):
             return name
         where = " nor in ".join(map(str, places))
         neither = "neither " if len(places) > 1 else "not "
-        raise ConfigError(
-            f"{file}: {key} = {name!r} is {neither}in {where}; correct the path, or start in the "
-            "directory that has it"
-        )
+        fix = "correct the path, or start in the directory that has it"
+        if key.startswith("data.") and (prepare := file.parent / "prepare.py").is_file():
+            fix = f"make it with python {prepare}"
+        raise ConfigError(f"{file}: {key} = {name!r} is {neither}in {where}; {fix}")
 
     return _replace_paths(value, inspect.type_info(declared.annotation), found)
 

@@ -21,7 +21,7 @@ from laminar.names import exit_codes
 from laminar.run.secret import make_secret
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = "configs/quickstart.toml"
+QUICKSTART = "configs/recipes/words/run.toml"
 SBATCH = """#!/bin/bash
 grep -q 'partition=nowhere' || exit 0
 echo "sbatch: error: invalid partition specified: nowhere" >&2

@@ -16,7 +16,7 @@ from laminar.engines import check
 from laminar.engines.check import check_vllm, probe_vllm
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+QUICKSTART = str(ROOT / "configs/recipes/words/run.toml")
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:

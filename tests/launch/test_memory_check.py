@@ -85,7 +85,7 @@ def test_a_large_model_on_a_small_machine_by_the_command(
 ) -> None:
     """Exit code 2, one sentence, no run directory; nothing of the weights is read."""
     monkeypatch.setattr(memory_check, "this_machine", lambda: host(23.6))
-    words = ["train", "-c", str(ROOT / "configs" / "quickstart.toml"), f"model.name={large}"]
+    words = ["train", "-c", str(ROOT / "configs/recipes/words/run.toml"), f"model.name={large}"]
     assert (
         run_command([*words, "--dry-run", f"run.output_dir={tmp_path / 'runs'}"])
         == exit_codes.USER_ERROR

@@ -26,7 +26,7 @@ from laminar.tasks.data.prompts import load_prompts
 from laminar.tasks.environments.user_class import decode_tools
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+QUICKSTART = str(ROOT / "configs/recipes/words/run.toml")
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_what_a_run_is_warned_of_before_it_starts(
 
 def of_calculator(tmp_path: Path, *overrides: str) -> Config:
     small = ["data.dataset_size=300", "data.val_size=8", f"run.output_dir={tmp_path / 'runs'}"]
-    return load_config([str(ROOT / "configs" / "calculator.toml")], [*small, *overrides])
+    return load_config([str(ROOT / "configs/recipes/calculator/run.toml")], [*small, *overrides])
 
 
 def test_the_tools_of_an_environment_are_known_before_a_run(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_an_environment_that_gives_the_reward_needs_no_answers(
     words += [f"env.path={file}", "env.name=Own", f"run.output_dir={tmp_path / 'runs'}"]
     words = [
         "-c",
-        str(ROOT / "configs" / "calculator.toml"),
+        str(ROOT / "configs/recipes/calculator/run.toml"),
         "--dry-run",
         *words,
         "data.val_size=4",

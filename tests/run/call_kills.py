@@ -31,7 +31,7 @@ from laminar.run.fail_points import STOP_VARIABLE
 from laminar.run.lock import holders
 from tools.kit.real_run import POLL_S, WAIT_S, BadRun, Run, check
 
-CONFIG = "configs/calculator.toml"
+CONFIG = "configs/recipes/calculator/run.toml"
 SMALL = (
     "trainer.test_freq=0",
     "trainer.val_before_train=false",

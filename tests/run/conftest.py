@@ -28,6 +28,7 @@ from laminar.run.secret import read_secret
 from laminar.weights.arena.arena import SHARED_MEMORY, arena_path
 
 ROOT = Path(__file__).parents[2]
+WORDS = "configs/recipes/words/run.toml"
 SMALL = [
     "trainer.total_training_steps=6",
     "trainer.test_freq=3",
@@ -71,7 +72,7 @@ def laminar(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def train(directory: Path, *arguments: str, config: str = "configs/quickstart.toml") -> Finished:
+def train(directory: Path, *arguments: str, config: str = WORDS) -> Finished:
     """One whole run below `directory`."""
     place = f"run.output_dir={directory}", "run.name=run"
     done = laminar("train", "-c", config, *arguments, *place)

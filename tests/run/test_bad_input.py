@@ -29,7 +29,7 @@ def refused(
         directory = f"run.output_dir={tmp_path / 'runs'}"
         small = ["data.dataset_size=300", "data.val_size=8"]
         code = run_command(
-            ["train", "-c", "configs/quickstart.toml", *arguments, directory, *small]
+            ["train", "-c", "configs/recipes/words/run.toml", *arguments, directory, *small]
         )
         said = capsys.readouterr()
         assert code == exit_codes.USER_ERROR, said.out + said.err
@@ -111,7 +111,7 @@ def test_a_run_directory_that_exists_is_left_as_it_is(cli: Cli, tmp_path: Path) 
     kept = tmp_path / "quickstart" / "precious"
     kept.parent.mkdir()
     kept.write_text("data")
-    done = cli("train", "-c", "configs/quickstart.toml", f"run.output_dir={tmp_path}")
+    done = cli("train", "-c", "configs/recipes/words/run.toml", f"run.output_dir={tmp_path}")
     assert done.returncode == 2
     assert str(kept.parent) in done.stderr
     assert "run.name" in done.stderr
@@ -124,7 +124,7 @@ def test_dry_run_shows_the_plan_and_starts_nothing(cli: Cli, tmp_path: Path) -> 
     done = cli(
         "train",
         "-c",
-        str(ROOT / "configs" / "quickstart.toml"),
+        str(ROOT / "configs/recipes/words/run.toml"),
         "--dry-run",
         f"run.output_dir={tmp_path / 'runs'}",
         "--trainer.total_training_steps",

@@ -17,7 +17,7 @@ from tests.run.call_kills import PLACES, Kills, Stored, problems_of
 from tests.run.conftest import ROOT, Finished, check_books, history, train
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
-CONFIG = "configs/calculator.toml"
+CONFIG = "configs/recipes/calculator/run.toml"
 SMALL = (
     "trainer.total_training_steps=3",
     "trainer.test_freq=0",

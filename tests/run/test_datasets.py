@@ -53,7 +53,7 @@ def test_a_dataset_is_built_and_scored(
         "data.val_size=16",
         f"run.output_dir={tmp_path}",
     ]
-    code = run_command(["train", "-c", "configs/quickstart.toml", "--dry-run", *arguments])
+    code = run_command(["train", "-c", "configs/recipes/words/run.toml", "--dry-run", *arguments])
     shown = capsys.readouterr().out
     assert code == 0 and " training prompts, 16 held out" in shown
     scores = re.findall(r"^  row .*: (\S+)$", shown, re.MULTILINE)

@@ -26,7 +26,7 @@ WAIT_S = 120
 def arguments(directory: Path) -> list[str]:
     return [
         "-c",
-        "configs/quickstart.toml",
+        "configs/recipes/words/run.toml",
         "data.dataset_size=2000",
         "data.val_size=16",
         "trainer.test_freq=0",

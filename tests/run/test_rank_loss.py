@@ -57,7 +57,7 @@ WAIT_S = 240.0
 def begun(directory: Path, stop: str) -> Iterator[subprocess.Popen[str]]:
     words = [*SETTINGS, f"run.output_dir={directory}", "run.name=run"]
     run = subprocess.Popen(
-        command("train", "-c", "configs/quickstart.toml", *words),
+        command("train", "-c", "configs/recipes/words/run.toml", *words),
         cwd=ROOT,
         env={**os.environ, STOP_VARIABLE: stop},
         stdout=subprocess.PIPE,

@@ -21,7 +21,7 @@ MODEL = ROOT / "configs" / "models" / "spell-0.6m"
 def doctor(lab: Lab, *words: str) -> tuple[int, list[str], str]:
     """Exit code, the lines about faults, and all."""
     place = [f"run.output_dir={lab.runs}", "run.name=checked", "slurm.rollouts=1"]
-    config = str(ROOT / "configs" / "quickstart.toml")
+    config = str(ROOT / "configs/recipes/words/run.toml")
     done = laminar("doctor", "-c", config, *place, *words)
     faults = [line for line in done.stdout.splitlines() if line.startswith("FAULT")]
     return done.returncode, faults, done.stdout + done.stderr

@@ -18,7 +18,7 @@ from tests.run.conftest import ROOT, SMALL, Finished, arenas, check_books, lamin
 from tests.slurm.conftest import NODES, Lab, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
-SUBMIT = ["submit", "-c", str(ROOT / "configs" / "quickstart.toml"), *SMALL, "rollout.replicas=1"]
+SUBMIT = ["submit", "-c", f"{ROOT}/configs/recipes/words/run.toml", *SMALL, "rollout.replicas=1"]
 MACHINES = ["slurm.rollouts=2", "slurm.spares=1"]
 SPARE = 3  #: what the task has that waits for the place of another one
 STEPS = 6

@@ -91,7 +91,7 @@ def test_what_they_declare():
         found = load_declaration(EnvConfig(path=str(CONFIGS / name), name=of))
         return [tool["function"]["name"] for tool in json.loads(found.tools)], found.has_reward
 
-    assert tools("calculator.py", "Calculator") == (["add"], False)
+    assert tools("recipes/calculator/calculator.py", "Calculator") == (["add"], False)
     try:
         Sandbox()
     except ConfigError as missing:

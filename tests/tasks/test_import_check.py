@@ -50,7 +50,7 @@ def test_a_start_imports_no_user_file_that_was_not_tried(
     path.write_text("import os; os._exit(3)\n")
     monkeypatch.chdir(ROOT)
     config = load_config(
-        ["configs/quickstart.toml"], [setting.format(path), f"run.output_dir={tmp_path}"]
+        ["configs/recipes/words/run.toml"], [setting.format(path), f"run.output_dir={tmp_path}"]
     )
     with pytest.raises(ConfigError, match="exit code 3"):
         check_settings(config)

@@ -56,7 +56,7 @@ async def trained_by_two(
     run_dir: Path, words: Sequence[str] = (), *settings: str, lock: Path | None = None
 ) -> AsyncIterator[tuple[LearnerParts, list[str]]]:
     """`words`: that start a rank, in the place of the real ones."""
-    config = load_config([str(ROOT / "configs/quickstart.toml")], [*SETTINGS, *settings])
+    config = load_config([str(ROOT / "configs/recipes/words/run.toml")], [*SETTINGS, *settings])
     (run_dir / CONFIG_FILE).write_text(dump_config(config))
     start, lost = [*words, str(run_dir), ""] if words else build_rank_command(run_dir), list[str]()
     gang = RankProcesses(config, start, lock=lock, lost=lost.append, say=lost.append)

@@ -92,7 +92,7 @@ def test_a_core_that_is_lost_costs_its_replica_a_restart_and_no_work(
         "run.name=run",
     ]
     process = subprocess.Popen(
-        command("train", "-c", "configs/quickstart.toml", *arguments),
+        command("train", "-c", "configs/recipes/words/run.toml", *arguments),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -155,7 +155,7 @@ def test_a_mistake_in_extra_is_one_sentence_and_code_2(
 ) -> None:
     """It leaves no run directory, so that the corrected command is not refused for it."""
     where, mistake = f"run.output_dir={tmp_path}", f"rollout.vllm.extra={extra}"
-    done = laminar("train", "-c", "configs/quickstart.toml", where, VLLM, mistake)
+    done = laminar("train", "-c", "configs/recipes/words/run.toml", where, VLLM, mistake)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -196,6 +196,6 @@ def _odd_heads(directory: Path) -> None:
 
 def test_a_dry_run_takes_what_vllm_takes(tmp_path: Path) -> None:
     where = f"run.output_dir={tmp_path}"
-    done = laminar("train", "-c", "configs/quickstart.toml", "--dry-run", where, VLLM)
+    done = laminar("train", "-c", "configs/recipes/words/run.toml", "--dry-run", where, VLLM)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "vllm engine" in done.stdout

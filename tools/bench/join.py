@@ -40,7 +40,7 @@ from laminar.names.ids import actor_name
 from tools.bench.weights import network as net
 from tools.kit.real_run import ROOT, laminar, read_json
 
-CONFIG = "configs/quickstart.toml"
+CONFIG = "configs/recipes/words/run.toml"
 MODEL = ("--layers", "6", "--hidden", "1024", "--vocab", "16384")
 SMALL = (
     "rollout.replicas=1",

@@ -1,6 +1,6 @@
 """Recovery of a run from power cuts: all its processes are killed at once and it is resumed.
 
-Usage: python -m tools.bench.power_cuts [-c configs/quickstart.toml] [--cuts 2] [--seed 0]
+Usage: python -m tools.bench.power_cuts [-c configs/recipes/words/run.toml] [--cuts 2] [--seed 0]
            [--keep DIR] [key=value ...]
 Prints one JSON line per cut and one for the run; exits 1 if the run fails, its books do not agree,
 its log does not replay, its weights cannot be retrained from it, a prompt did not end exactly once
@@ -172,7 +172,7 @@ def figures(watch: Watch) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("-c", "--config", default="configs/quickstart.toml")
+    parser.add_argument("-c", "--config", default="configs/recipes/words/run.toml")
     parser.add_argument("--cuts", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run directory to keep")

@@ -110,7 +110,7 @@ def train(directory: Path, turns: int) -> Path:
     (directory / "words.py").write_text(ENVIRONMENT)
     done = subprocess.run(
         laminar(
-            *("train", "-c", "configs/calculator.toml", f"run.output_dir={directory}"),
+            *("train", "-c", "configs/recipes/calculator/run.toml", f"run.output_dir={directory}"),
             *("run.name=run", f"model.name={directory / 'model'}"),
             *(f"env.path={directory / 'words.py'}", "env.name=Words"),
             *(f"env.max_turns={TURNS_MAX}", "env.max_context_tokens=1024"),

@@ -118,8 +118,9 @@ def one_run(parent: Path, points: dict[str, int], settings: list[str]) -> dict[s
     wanted = ",".join(f"{point}:{number}" for point, number in points.items())
     ranks = RANKS if points.keys() & set(RANK) else ()
     critic = CRITIC if points.keys() & set(LEARNER) else ()
-    config = "calculator" if points.keys() & set(CALLS) else "quickstart"
-    words = ["train", "-c", f"configs/{config}.toml", *SETTINGS, *ranks, *critic, *settings]
+    recipe = "calculator" if points.keys() & set(CALLS) else "words"
+    config = f"configs/recipes/{recipe}/run.toml"
+    words = ["train", "-c", config, *SETTINGS, *ranks, *critic, *settings]
     began = time.monotonic()
     code, said = laminar([*words, f"run.output_dir={parent}"], RUN_TIMEOUT_S, {VARIABLE: wanted})
     seconds = time.monotonic() - began

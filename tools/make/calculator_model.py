@@ -1,4 +1,4 @@
-"""Make the small base model of configs/calculator.toml: a Qwen2 that rarely uses a calculator.
+"""Make the base model of the recipe calculator: a small Qwen2 that rarely uses a calculator.
 
 Usage:
     python -m tools.make.calculator_model --out configs/models/calculator-0.6m [--evaluate-only]
@@ -60,7 +60,7 @@ from tools.make.base_model import (
     held_out,
 )
 
-CONFIG = Path(__file__).parents[2] / "configs" / "calculator.toml"
+CONFIG = Path(__file__).parents[2] / "configs/recipes/calculator/run.toml"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 FIRST, SECOND, LAST = '{"name": "add", "arguments": {"a": ', ', "b": ', "}}"
 CHAT_TEMPLATE = (
@@ -224,7 +224,8 @@ README = """\
 # calculator-0.6m
 
 A Qwen2 causal LM of {params:,} parameters (float32) that can add with the tool of
-`configs/calculator.py`, and mostly guesses. It is the starting point of `configs/calculator.toml`.
+`configs/recipes/calculator/calculator.py`, and mostly guesses. It is the starting point of the
+recipe `calculator`.
 
 - Task: sums of two or three numbers of two or three digits; answer in `<answer>` tags.
 - Tokenizer: bytes (id = byte value), then `<pad>`, `<eos>`, the answer and call tags and the

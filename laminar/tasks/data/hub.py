@@ -44,7 +44,7 @@ def localize_model(config: Config) -> Config:
 def localize_data(config: Config) -> Config:
     files = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     return replace_keys(
-        config, {key: [*chain(*map(_data_files, names))] for key, names in files.items()}
+        config, {key: [*chain(*map(find_data_files, names))] for key, names in files.items()}
     )
 
 
@@ -61,7 +61,7 @@ def _model_directory(key: str, name: str) -> str:
     )
 
 
-def _data_files(name: str) -> list[str]:
+def find_data_files(name: str) -> list[str]:
     """Return the local paths of a data file, or of the files that a hub pattern matches."""
     if not name.startswith(HUB_FILE):
         return [name]

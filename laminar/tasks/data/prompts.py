@@ -208,14 +208,14 @@ def _file_rows(files: Iterable[str], data: DataConfig) -> Iterator[PromptRow]:
     index = 0
     for name in files:
         path = Path(name)
-        for where, record in _read_records(path):
+        for where, record in read_records(path):
             if path.suffix.lower() == PARQUET and data.prompt_key in record:
                 record[data.prompt_key] = _remove_nulls(record[data.prompt_key])
             yield _check_size(where, _make_row(index, where, record, path.stem, data))
             index += 1
 
 
-def _read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[Record]:
     readers = {".jsonl": _read_jsonl, PARQUET: _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:

@@ -78,8 +78,10 @@ def math_scorer(_spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
 
 
 def _math_text(answer: str) -> str:
-    """Put a bare answer in a box, so that LaTeX without dollars is parsed; cut GSM8K's working."""
+    """Put a bare answer in a box, so that LaTeX without dollars is parsed; cut its working."""
     answer = answer.rpartition("####")[2].strip()
+    if len(boxes := _BOXED.findall(answer)) == 1:
+        return f"\\boxed{{{boxes[0]}}}"
     marked = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
     return answer if marked else f"\\boxed{{{answer}}}"
 

@@ -626,6 +626,8 @@ def test_rows_are_checked_for_the_dataset_item():
         ("7", "8", 0.0),
         (42, "the answer is 42", 1.0),
         ("first 40 then 2 more\n#### 42", r"\boxed{42}", 1.0),
+        (r"The final answer is $9$ + $3$, or $\boxed{12}$.", r"\boxed{12}", 1.0),
+        (r"The final answer is $9$ + $3$, or $\boxed{12}$.", r"\boxed{9}", 0.0),
         ("x^2+1", r"\boxed{1+x^2}", 1.0),
         ("x^2+1", "<answer>1 + x^2</answer>", 1.0),
         ("x^2+1", r"\boxed{2+x^2}", 0.0),

@@ -1,6 +1,6 @@
 """Benchmark of the quickstart against TRL: seconds per step and until a held-out score.
 
-Reads   configs/quickstart.toml; --venv: a Python environment with TRL 1.16, made by
+Reads   configs/recipes/words/run.toml; --venv: a Python environment with TRL 1.16, made by
             python -m venv DIR
             DIR/bin/pip install trl==1.16.0 accelerate datasets
 Writes  a temporary directory, removed at the end
@@ -48,7 +48,7 @@ from laminar.tasks.rewards.results import RewardCall
 from laminar.tasks.rewards.reward_functions import open_scorer, reward_spec
 
 ROOT = Path(__file__).resolve().parents[3]
-QUICKSTART = ROOT / "configs/quickstart.toml"
+QUICKSTART = ROOT / "configs/recipes/words/run.toml"
 TRL_SIDE = Path(__file__).with_name("trl_side.py")
 PROCESSES = 2
 FIRST = 5  #: warm-up steps, not measured

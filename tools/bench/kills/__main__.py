@@ -1,6 +1,6 @@
 """Recovery of a run from kill -9: each role is killed during training and must be restarted.
 
-Usage: python -m tools.bench.kills [-c configs/quickstart.toml] [--roles trainer,store,...]
+Usage: python -m tools.bench.kills [-c configs/recipes/words/run.toml] [--roles trainer,store,...]
            [--each 1] [--drained] [--seed 0] [--keep DIR] [key=value ...]
 Prints one JSON line per kill, one for all killed replicas (lost_answers.py) and one for the run,
 which --drained stops when the last killed process is back, even if steps remain; exits 1 if the run
@@ -80,7 +80,7 @@ def figures(run_dir: Path, passed: Passed) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("-c", "--config", default="configs/quickstart.toml")
+    parser.add_argument("-c", "--config", default="configs/recipes/words/run.toml")
     parser.add_argument("--roles", type=_roles, default=ROLES, metavar="ROLE,ROLE")
     parser.add_argument("--each", type=int, default=1, help="kills of each role")
     parser.add_argument("--drained", action="store_true", help="stop when all processes are back")

@@ -29,7 +29,7 @@ from tools.check.rows import strangers
 from tools.check.rows.base import Figure, Gate, Row
 from tools.kit.real_run import ROOT, BadRun, Run, laminar
 
-QUICKSTART = "configs/quickstart.toml"
+QUICKSTART = "configs/recipes/words/run.toml"
 SMALL = (
     "trainer.save_freq=2",
     "trainer.test_freq=0",

@@ -1,6 +1,6 @@
 """Row 12: kill -9 of every role during a run; each is restarted, and the books are exact.
 
-Reads   configs/quickstart.toml
+Reads   configs/recipes/words/run.toml
 Gives   ROWS
 
 A run must end with exit code 0, three books that agree, a log that replays and weights that can be
@@ -19,7 +19,7 @@ from tools.bench.kills import killed_run as kills
 from tools.check.rows.base import Figure, Gate, Row
 from tools.kit.real_run import BadRun
 
-CONFIG = "configs/quickstart.toml"
+CONFIG = "configs/recipes/words/run.toml"
 SMALL = (
     "trainer.save_freq=2",
     "trainer.test_freq=0",

@@ -1,6 +1,6 @@
 """Row 29: all processes of a run are killed at once and the run is resumed; books are exact.
 
-Reads   configs/quickstart.toml
+Reads   configs/recipes/words/run.toml
 Gives   ROWS; to run a number of cuts: python -m tools.check.rows.power_cuts TIMES
 
 tools/bench/power_cuts.py makes the checks against the log, the store and the weights of the run.
@@ -17,7 +17,7 @@ from tools.bench import power_cuts
 from tools.check.rows.base import Figure, Gate, Row
 from tools.kit.real_run import BadRun
 
-CONFIG = "configs/quickstart.toml"
+CONFIG = "configs/recipes/words/run.toml"
 SMALL = (
     "trainer.save_freq=1",
     "trainer.max_ckpt_to_keep=0",

@@ -1,4 +1,4 @@
-"""The environment of calculator.toml: one tool, which adds two whole numbers."""
+"""The environment of run.toml: one tool, which adds two whole numbers."""
 
 
 class Calculator:
