@@ -16,7 +16,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -88,11 +88,13 @@ def check_memory(
     """
     if config.is_emulated:
         return []
-    directory, machine = config.model.name, machine or this_machine()
-    run = MemoryEstimate(read_sizes(directory), machines, machine)
-    if config.has_critic:
-        run = replace(run, critic=read_sizes(config.critic_name))
-    model = run.model
+    critic = read_sizes(config.critic_name) if config.has_critic else None
+    sizes, machine = read_sizes(config.model.name), machine or this_machine()
+    return check_estimate(config, MemoryEstimate(sizes, machines, machine, critic))
+
+
+def check_estimate(config: Config, run: MemoryEstimate) -> list[MemoryPlace]:
+    """Return the places of a run; raise ConfigError if one has no room."""
     places = run.list_places(config)
     short = [place for place in places if not place.fits]
     if not short:
@@ -100,9 +102,8 @@ def check_memory(
         return places
     worst = max(short, key=lambda place: place.want / place.have)
     raise ConfigError(
-        f"{directory} has {_format_count(model.parameters)} parameters, and the run would take "
-        "more "
-        f"memory than there is: {worst}; {ON_TOP}; {_suggest_fix(config, run)}"
+        f"{config.model.name} has {format_count(run.model.parameters)} parameters, and the run "
+        f"would take more memory than there is: {worst}; {ON_TOP}; {_suggest_fix(config, run)}"
     )
 
 
@@ -110,24 +111,28 @@ def read_sizes(directory: str) -> footprint.ModelSizes:
     return footprint.sizes_of(read_hf_config(directory), weight_shapes(directory))
 
 
-def memory_lines(places: Sequence[MemoryPlace]) -> list[str]:
+def memory_lines(places: Sequence[MemoryPlace], title: str = "memory, 10^9 bytes") -> list[str]:
     """Return the table of the plan: the parts in each memory."""
     if not places:
         return []
     columns = _group_places(places)
     names = dict.fromkeys(chain.from_iterable(place.parts for place in columns.values()))
-    rows = [["memory, 10^9 bytes", *columns]]
+    rows = [[title, *columns]]
     for name in names:
         sizes = [place.parts.get(name, 0) for place in columns.values()]
         rows.append([f"  {name}", *(_format_gb(size) if size else "" for size in sizes)])
     rows.append(["  all", *(_format_gb(place.want) for place in columns.values())])
     rows.append(["  there is", *(_format_gb(p.have) if p.have else "?" for p in columns.values())])
+    return [*align_rows(rows), f"  {ON_TOP}"]
+
+
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    return [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
         for first, *rest in rows
     ]
-    return [*lines, f"  {ON_TOP}"]
 
 
 def _group_places(places: Iterable[MemoryPlace]) -> dict[str, MemoryPlace]:
@@ -150,11 +155,14 @@ class MemoryEstimate:
     machines: int
     machine: MachineMemory
     critic: footprint.ModelSizes | None = None  #: sizes of its initial model
+    first: int = 0  #: number of the first of these machines; the trainer is on machine 0
 
     def list_places(self, config: Config) -> list[MemoryPlace]:
         machine, trainer_gpus = self.machine, self._trainer_gpus(config)
         way = footprint.way_of(config, gpu=bool(trainer_gpus), critic=self.critic)
-        trained = footprint.estimate_footprint(self.model, way)
+        trained = footprint.Footprint()
+        if self.first == 0:
+            trained = footprint.estimate_footprint(self.model, way)
         gpus: dict[str, dict[str, int]] = {name: {} for name in machine.gpus}
         host: dict[str, int] = {}
         for name in trainer_gpus:
@@ -182,7 +190,7 @@ class MemoryEstimate:
     def check_slots(self, config: Config) -> None:
         version = self._version_bytes(config)
         limit, least = self._slot_limit(config), MIN_SLOTS * version
-        if limit < least:
+        if 0 < limit < least:  # 0: unknown memory
             what = "" if config.weights.max_bytes else ", half of the memory that this job may take"
             raise ConfigError(
                 f"weights.max_bytes = {config.weights.max_bytes} ({_format_gb(limit)} GB{what}) "
@@ -216,9 +224,11 @@ class MemoryEstimate:
         """Add the engines' copies of the weights, each spread over all GPUs of its replica."""
         names = list(gpus) if config.rollout.device != "cpu" else []
         copies: dict[str, int] = {}
-        counts = [config.replicas_on(machine) for machine in range(self.machines)]
+        machines = range(self.first, self.first + self.machines)
+        counts = [config.replicas_on(machine) for machine in machines]
         for index in chain.from_iterable(map(range, counts)):
-            per_replica, ranks = gpus_per_replica(config), config.trainer.ranks
+            per_replica = gpus_per_replica(config)
+            ranks = 0 if self.first else config.trainer.ranks
             for name in assign_gpus("rollout", f"rollout-{index}", names, per_replica, ranks):
                 copies[name] = copies.get(name, 0) + 1
         for name, count in copies.items():
@@ -284,10 +294,8 @@ def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str,
     """Yield settings that can be reduced, with their smaller values, mildest first."""
     if config.trainer.activation_checkpointing != "on":
         yield CHECKPOINTING, ["on"]
-    budget, row = footprint.pass_tokens(config), footprint.longest_row(config)
-    if budget > row:
-        halves = [budget >> n for n in range(1, budget.bit_length()) if budget >> n > row]
-        yield TOKENS, [*halves, row]
+    if smaller := list_budgets(config)[1:]:
+        yield TOKENS, smaller
     if config.rollout.engine == "vllm" and not config.rollout.vllm.kv_cache_bytes:
         yield from _smaller_share(config, run)
     if gpus := len(run.machine.gpus) if config.trainer.device != "cpu" else 0:
@@ -306,6 +314,13 @@ def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str,
         yield "algorithm.use_kl_loss", [False]
     if config.trainer.save_freq:
         yield "trainer.save_freq", [0]
+
+
+def list_budgets(config: Config) -> list[int]:
+    """Return the tokens of a pass and its halves, at least those of one row."""
+    budget, row = footprint.pass_tokens(config), footprint.longest_row(config)
+    halves = [budget >> n for n in range(budget.bit_length()) if budget >> n > row]
+    return [*halves, row]
 
 
 def _smaller_share(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, list[float]]]:
@@ -341,5 +356,5 @@ def _format_gb(size: int) -> str:
     return f"{size / 1e9:.{1 if size >= 1e9 else 3}f}"
 
 
-def _format_count(parameters: int) -> str:
+def format_count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} G" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"

@@ -41,6 +41,11 @@ def localize_model(config: Config) -> Config:
     return replace_keys(config, {key: _model_directory(key, name) for key, name in names.items()})
 
 
+def find_config_directory(key: str, name: str) -> str:
+    """Return a directory with the config.json of a model; download no weights."""
+    return _model_directory(key, name, ["config.json"])
+
+
 def localize_data(config: Config) -> Config:
     files = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     return replace_keys(
@@ -48,11 +53,11 @@ def localize_data(config: Config) -> Config:
     )
 
 
-def _model_directory(key: str, name: str) -> str:
+def _model_directory(key: str, name: str, files: list[str] = MODEL_FILES) -> str:
     found = HUB_MODEL.fullmatch(name)
     if found is None or Path(name).exists():
         return name
-    wanted = HubFiles("model", found["repo"], found["revision"], MODEL_FILES)
+    wanted = HubFiles("model", found["repo"], found["revision"], files)
     return str(
         _fetch(
             wanted,
@@ -109,7 +114,9 @@ def _fetch(wanted: HubFiles, what: str) -> Path:
 def _fetch_command(wanted: HubFiles) -> str:
     words = ["hf", "download", wanted.repo]
     if wanted.kind == "dataset":
-        words += ["--repo-type", "dataset", *(f"--include '{p}'" for p in wanted.patterns)]
+        words += ["--repo-type", "dataset"]
+    if wanted.patterns is not MODEL_FILES:
+        words += [f"--include '{p}'" for p in wanted.patterns]
     if wanted.revision:
         words += ["--revision", wanted.revision]
     return " ".join(words)
