@@ -2,7 +2,8 @@
 
 Reads   the config; config.json and the headers of the weight files; the machine's memory, /dev/shm
         and GPUs
-Gives   MemoryPlace and memory_lines: the lines of the plan
+Gives   MemoryPlace and memory_lines: the lines of the plan; for machines and models that are not
+        here parse_machine and read_planned_sizes
 Raises  ConfigError with the figures and the fix if it cannot fit
 
 Counted are the trainer (training/model/footprint.py: its state, a pass, the copies for
@@ -13,6 +14,7 @@ accepted one may still need too much.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,12 +27,26 @@ from laminar.config import Config, ConfigError, replace_keys
 from laminar.engines.check import count_gpus, weight_shapes
 from laminar.engines.environment import ASK_S, gpus_per_replica, visible_gpus
 from laminar.engines.hf_config import read_hf_config
+from laminar.engines.protocol import EngineError
 from laminar.run.memory_limit import memory_limit
+from laminar.tasks.data.hub import find_model
 from laminar.training.model import footprint
 from laminar.weights.arena.arena import SHARED_MEMORY
 from laminar.weights.arena.slots import MIN_SLOTS
 
+GB = 10**9
 GPU = "GPU "
+GPUS_MAX = 64  #: of a machine
+GPU_GB = {
+    "A10": 24, "A100-40": 40, "A100-80": 80, "A6000": 48, "B200": 180, "H100": 80, "H20": 96,
+    "H200": 141, "L4": 24, "L40S": 48, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32,
+}  # fmt: skip
+"""Memory as its maker names it, which is at most what the driver reports."""
+SIZE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+"""Fields of config.json for which transformers would take the default of another model."""
 VLLM_CPU_CACHE = 1 << 30  #: cache of vLLM on a CPU by default, in bytes (engines/vllm/start.py)
 ON_TOP = "caches of keys and values that are not listed, CUDA and processes come on top"
 TOKENS, CHECKPOINTING = "trainer.micro_batch_tokens", "trainer.activation_checkpointing"
@@ -79,6 +95,23 @@ def this_machine() -> MachineMemory:
     return MachineMemory(memory_limit(), shared, {gpu: _gpu_bytes(gpu) for gpu in gpus})
 
 
+def parse_machine(gpus: str, host_gb: float = 0, key: str = "--gpus") -> MachineMemory:
+    """Return a machine with these GPUs; half of its memory, if given, is for /dev/shm."""
+    name, _, count = gpus.rpartition(":")
+    known = {re.sub(r"\W", "", name).lower(): str(gb) for name, gb in GPU_GB.items()}
+    size = known.get(re.sub(r"\W", "", name).lower(), "")
+    if not name:
+        count, _, size = gpus.partition("x")
+    number = int(count) if re.fullmatch(r"[0-9]{1,3}", count) else 0
+    if not (0 < number <= GPUS_MAX and re.fullmatch(r"[1-9][0-9]{0,3}", size)):
+        raise ConfigError(
+            f"{key} = {gpus!r}: give 1 to {GPUS_MAX} GPUs of a machine as number and GB, such as "
+            f"8x80, or as name and number, such as H100:8, with one of {', '.join(GPU_GB)}"
+        )
+    host = int(host_gb * GB)
+    return MachineMemory(host, host // 2, {str(n): int(size) * GB for n in range(number)})
+
+
 def check_memory(
     config: Config, machines: int, machine: MachineMemory | None = None
 ) -> list[MemoryPlace]:
@@ -88,9 +121,12 @@ def check_memory(
     """
     if config.is_emulated:
         return []
+    return check_estimate(config, estimate_memory(config, machines, machine or this_machine()))
+
+
+def estimate_memory(config: Config, machines: int, machine: MachineMemory) -> MemoryEstimate:
     critic = read_sizes(config.critic_name) if config.has_critic else None
-    sizes, machine = read_sizes(config.model.name), machine or this_machine()
-    return check_estimate(config, MemoryEstimate(sizes, machines, machine, critic))
+    return MemoryEstimate(read_sizes(config.model.name), machines, machine, critic)
 
 
 def check_estimate(config: Config, run: MemoryEstimate) -> list[MemoryPlace]:
@@ -109,6 +145,29 @@ def check_estimate(config: Config, run: MemoryEstimate) -> list[MemoryPlace]:
 
 def read_sizes(directory: str) -> footprint.ModelSizes:
     return footprint.sizes_of(read_hf_config(directory), weight_shapes(directory))
+
+
+def read_planned_sizes(key: str, name: str) -> footprint.ModelSizes:
+    """Return the sizes of a model's decoder by its config.json alone; raise ConfigError."""
+    import torch  # take longer to load than all the rest
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    directory = find_model(key, name, ["config.json"])
+    try:
+        fields = read_hf_config(directory)
+        if (kind := str(fields.get("model_type"))) not in CONFIG_MAPPING:
+            raise EngineError(f"transformers has no model_type = {kind!r}; update it")
+        config = CONFIG_MAPPING[kind].from_dict(fields).get_text_config()
+        fields = fields.get("text_config", fields)
+        for field in (config.attribute_map.get(size, size) for size in SIZE_FIELDS):
+            if getattr(type(config), field, None) is not None and fields.get(field) is None:
+                raise EngineError(f"config.json lacks {field}; add it, or download the file again")
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(config).named_parameters()
+    except Exception as error:  # each model checks its fields in its way
+        raise ConfigError(f"{key} = {name!r}: {' '.join(str(error).split())}") from None
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+    return footprint.sizes_of(config.to_dict(), shapes)
 
 
 def memory_lines(places: Sequence[MemoryPlace], title: str = "memory, 10^9 bytes") -> list[str]:

@@ -38,12 +38,7 @@ def localize_config(config: Config) -> Config:
 
 def localize_model(config: Config) -> Config:
     names = {"model.name": config.model.name, "critic.model.name": config.critic.model.name}
-    return replace_keys(config, {key: _model_directory(key, name) for key, name in names.items()})
-
-
-def find_config_directory(key: str, name: str) -> str:
-    """Return a directory with the config.json of a model; download no weights."""
-    return _model_directory(key, name, ["config.json"])
+    return replace_keys(config, {key: find_model(key, name) for key, name in names.items()})
 
 
 def localize_data(config: Config) -> Config:
@@ -53,7 +48,8 @@ def localize_data(config: Config) -> Config:
     )
 
 
-def _model_directory(key: str, name: str, files: list[str] = MODEL_FILES) -> str:
+def find_model(key: str, name: str, files: list[str] = MODEL_FILES) -> str:
+    """Return a model's directory; `files`: patterns of those to download from the hub."""
     found = HUB_MODEL.fullmatch(name)
     if found is None or Path(name).exists():
         return name
