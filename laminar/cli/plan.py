@@ -55,7 +55,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan; the exit code is 1 if the settings as they are do not fit."""
     config, run = load_plan(arguments, arguments.config, arguments.overrides)
     reason, machines = _find_excess(config, run), list_machines(config, run)
-    layouts = list_layouts(config, run) if has_layouts(config, run) else []
+    layouts = list_layouts(config, run)
     lines = [
         f"model      {config.model.name}, {format_count(run.model.parameters)} parameters",
         f"machines   {config.run.nodes} with {len(run.machine.gpus)} GPUs each",
@@ -78,10 +78,10 @@ def load_plan(
     if config.is_emulated:
         raise ConfigError('rollout.engine = "emulated" runs no model: there is nothing to plan')
     gpus, nodes = arguments.gpus or config.run.planned_gpus, config.run.nodes
-    if not 0 <= arguments.host_memory < 1e6:
-        raise ConfigError(f"--host-memory = {arguments.host_memory}: give the GB of a machine")
+    if not 0 <= (host := arguments.host_memory) < (1e6 if gpus else 1e-9):
+        raise ConfigError(f"--host-memory = {host:g}: give the GB of a machine, with --gpus")
     key = "--gpus" if arguments.gpus else "run.planned_gpus"
-    machine = parse_machine(gpus, arguments.host_memory, key) if gpus else this_machine()
+    machine = parse_machine(gpus, host, key) if gpus else this_machine()
     sizes, critic = read_planned_sizes("model.name", config.model.name), None
     if config.has_critic:
         critic = read_planned_sizes("critic.model.name", config.critic_name)

@@ -54,7 +54,9 @@ def has_layouts(config: Config, run: MemoryEstimate) -> bool:
 
 
 def list_layouts(config: Config, run: MemoryEstimate) -> list[Layout]:
-    """Return the layouts that fit, the fastest first."""
+    """Return the layouts that fit, the fastest first; none without GPUs."""
+    if not has_layouts(config, run):
+        return []
     splits = (replace_keys(config, split) for split in _list_splits(config, run))
     found = (layout for split in splits if (layout := _fit_split(split, run)))
     return sorted(found, key=lambda layout: layout.speed, reverse=True)

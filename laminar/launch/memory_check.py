@@ -80,12 +80,8 @@ class MemoryPlace:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{what} {_format_gb(size)}" for what, size in self.parts.items())
-        amount = (
-            f"{_format_gb(self.want)} of {_format_gb(self.have)}"
-            if self.have
-            else _format_gb(self.want)
-        )
-        return f"{amount} GB of {self.name} ({parts})"
+        have = f" of {_format_gb(self.have)}" if self.have else ""
+        return f"{_format_gb(self.want)}{have} GB of {self.name} ({parts})"
 
 
 def this_machine() -> MachineMemory:
@@ -219,9 +215,8 @@ class MemoryEstimate:
     def list_places(self, config: Config) -> list[MemoryPlace]:
         machine, trainer_gpus = self.machine, self._trainer_gpus(config)
         way = footprint.way_of(config, gpu=bool(trainer_gpus), critic=self.critic)
-        trained = footprint.Footprint()
-        if self.first == 0:
-            trained = footprint.estimate_footprint(self.model, way)
+        nothing = footprint.Footprint()
+        trained = nothing if self.first else footprint.estimate_footprint(self.model, way)
         gpus: dict[str, dict[str, int]] = {name: {} for name in machine.gpus}
         host: dict[str, int] = {}
         for name in trainer_gpus:
@@ -253,10 +248,8 @@ class MemoryEstimate:
             what = "" if config.weights.max_bytes else ", half of the memory that this job may take"
             raise ConfigError(
                 f"weights.max_bytes = {config.weights.max_bytes} ({_format_gb(limit)} GB{what}) "
-                "has no "
-                f"room for {MIN_SLOTS} versions of {_format_gb(version)} GB: set it to {least} "
-                "or more, "
-                "or take a smaller model"
+                f"has no room for {MIN_SLOTS} versions of {_format_gb(version)} GB: set it to "
+                f"{least} or more, or take a smaller model"
             )
 
     def _trainer_gpus(self, config: Config) -> list[str]:
@@ -283,11 +276,9 @@ class MemoryEstimate:
         """Add the engines' copies of the weights, each spread over all GPUs of its replica."""
         names = list(gpus) if config.rollout.device != "cpu" else []
         copies: dict[str, int] = {}
-        machines = range(self.first, self.first + self.machines)
-        counts = [config.replicas_on(machine) for machine in machines]
+        counts = [config.replicas_on(self.first + machine) for machine in range(self.machines)]
+        per_replica, ranks = gpus_per_replica(config), 0 if self.first else config.trainer.ranks
         for index in chain.from_iterable(map(range, counts)):
-            per_replica = gpus_per_replica(config)
-            ranks = 0 if self.first else config.trainer.ranks
             for name in assign_gpus("rollout", f"rollout-{index}", names, per_replica, ranks):
                 copies[name] = copies.get(name, 0) + 1
         for name, count in copies.items():
