@@ -18,6 +18,7 @@ from laminar.cli import (
     fork,
     init,
     log,
+    plan,
     ps,
     quickstart,
     report,
@@ -43,7 +44,7 @@ def build_parser() -> CommandParser:
     made.add_argument("--version", action="version", version=f"laminar {__version__}")
     subparsers = made.add_subparsers(required=True, metavar="COMMAND")
     for module in (
-        quickstart, init, train, fork, doctor, submit, serve, watch, ps,
+        quickstart, init, plan, train, fork, doctor, submit, serve, watch, ps,
         tail, scale, stop, clean, samples, log, audit, report, retrain, export,
     ):  # fmt: skip
         module.add_parser(subparsers)

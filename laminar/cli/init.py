@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from laminar.config import ConfigError
+from laminar.cli.plan import add_machine, load_plan
+from laminar.config import ConfigError, load_config
+from laminar.launch.layouts import layout_lines, list_layouts, settings_of
 from laminar.names import exit_codes
 from laminar.run.command_line import shell_command
 
@@ -57,6 +61,11 @@ lr = 1e-4                         # for this small model; 1e-6 is usual for larg
 total_training_steps = 40         # half a minute
 """
 
+FIRST_RUN = {
+    "data.max_prompt_length": 1024, "data.max_response_length": 4096, "optim.lr": 1e-6,
+    "rollout.engine": "vllm",
+}  # fmt: skip
+
 REWARD = '''\
 """The reward of this run: the share of letters at their place."""
 
@@ -83,6 +92,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("init", help="write a config, a reward and ten prompts")
     parser.add_argument("directory", type=Path, metavar="DIR", help="created if missing")
     parser.add_argument("--recipe", metavar="NAME", help=f"copy a recipe: {', '.join(RECIPES)}")
+    text = "a directory with its config.json, or a name on the hub; planned for --gpus"
+    parser.add_argument("--model", default="", help=text)
+    add_machine(parser)
     parser.set_defaults(function=run_init)
 
 
@@ -91,6 +103,10 @@ def run_init(arguments: argparse.Namespace) -> int:
     directory: Path = arguments.directory
     name, recipe = directory.absolute().name, arguments.recipe
     files = read_recipe(recipe) if recipe else build_files(name)
+    if arguments.model or arguments.gpus:
+        if recipe:
+            raise ConfigError("--recipe has its model and GPUs: leave out --model and --gpus")
+        files["run.toml"] = set_keys(files["run.toml"], plan_settings(arguments))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if there := [name for name in files if (directory / name).exists()]:
@@ -119,6 +135,33 @@ def read_recipe(name: str) -> dict[str, str]:
     files = {path.name: path.read_text() for path in RECIPES[name].iterdir() if path.is_file()}
     shipped = json.dumps(str(QUICKSTART_MODEL.parent))[:-1]
     return files | {"run.toml": files["run.toml"].replace('"../../models', shipped)}
+
+
+def plan_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a first run of a model, with its best layout on the GPUs."""
+    if not (arguments.model and arguments.gpus):
+        raise ConfigError("--model and --gpus belong together: give both, such as --gpus 8x80")
+    local = Path(arguments.model).is_dir()
+    model = str(Path(arguments.model).absolute()) if local else arguments.model
+    first = FIRST_RUN | {"model.name": model, "run.planned_gpus": arguments.gpus}
+    given = [f"{key}={json.dumps(value)}" for key, value in first.items()]
+    given += ["data.dataset=chain_sum"]  # in place of the prompts, which are not written yet
+    config, run = load_plan(arguments, [], given)
+    if not (layouts := list_layouts(config, run)):
+        raise ConfigError(f"{model}: {layout_lines(config, run, layouts)[0]}")
+    return {**first, **settings_of(layouts[0], load_config([], given))}
+
+
+def set_keys(text: str, settings: Mapping[str, Any]) -> str:
+    """Return the text of a config with these settings, each first in its section."""
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        head, line = f"[{section}]\n", f"{name} = {json.dumps(value)}\n"
+        before, found, rest = text.partition(head)
+        here, bracket, after = rest.partition("\n[")
+        here = re.sub(rf"(?m)^{name} = .*\n?", "", here)
+        text = before + ("" if found else "\n") + head + line + here + bracket + after
+    return text
 
 
 def build_files(name: str) -> dict[str, str]:

@@ -146,13 +146,14 @@ def flatten_tables(
 ) -> dict[str, Any]:
     """Flatten nested tables to dotted keys; tables below a dict-typed key stay values."""
     keys = known_keys(root)
+    sections = {key.rpartition(".")[0] for key in keys}
     flat: dict[str, Any] = {}
 
     def walk(node: Mapping[str, Any], prefix: str) -> None:
         for name, value in node.items():
             key = prefix + name
             is_table = isinstance(value, Mapping) and key not in keys
-            if is_table and any(k.startswith(key + ".") for k in keys):
+            if is_table and key in sections:
                 walk(value, key + ".")
             elif key not in keys:
                 where = f"{source}: " if source else ""

@@ -50,6 +50,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
         Meta(le=254),
         doc("machines of the run: `laminar train` emulates them here; `laminar submit` sets it"),
     ] = 1
+    planned_gpus: Annotated[
+        str, doc("GPUs of each machine for `laminar plan`: 8x80, H100:8; empty: this machine's")
+    ] = ""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 Reads   the config; config.json and the headers of the weight files; the machine's memory, /dev/shm
         and GPUs
-Gives   MemoryPlace and memory_lines: the lines of the plan
+Gives   MemoryPlace and memory_lines: the lines of the plan; for machines and models that are not
+        here parse_machine and read_planned_sizes
 Raises  ConfigError with the figures and the fix if it cannot fit
 
 Counted are the trainer (training/model/footprint.py: its state, a pass, the copies for
@@ -13,10 +14,11 @@ accepted one may still need too much.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -25,12 +27,26 @@ from laminar.config import Config, ConfigError, replace_keys
 from laminar.engines.check import count_gpus, weight_shapes
 from laminar.engines.environment import ASK_S, gpus_per_replica, visible_gpus
 from laminar.engines.hf_config import read_hf_config
+from laminar.engines.protocol import EngineError
 from laminar.run.memory_limit import memory_limit
+from laminar.tasks.data.hub import find_model
 from laminar.training.model import footprint
 from laminar.weights.arena.arena import SHARED_MEMORY
 from laminar.weights.arena.slots import MIN_SLOTS
 
+GB = 10**9
 GPU = "GPU "
+GPUS_MAX = 64  #: of a machine
+GPU_GB = {
+    "A10": 24, "A100-40": 40, "A100-80": 80, "A6000": 48, "B200": 180, "H100": 80, "H20": 96,
+    "H200": 141, "L4": 24, "L40S": 48, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32,
+}  # fmt: skip
+"""Memory as its maker names it, which is at most what the driver reports."""
+SIZE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+"""Fields of config.json for which transformers would take the default of another model."""
 VLLM_CPU_CACHE = 1 << 30  #: cache of vLLM on a CPU by default, in bytes (engines/vllm/start.py)
 ON_TOP = "caches of keys and values that are not listed, CUDA and processes come on top"
 TOKENS, CHECKPOINTING = "trainer.micro_batch_tokens", "trainer.activation_checkpointing"
@@ -64,12 +80,8 @@ class MemoryPlace:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{what} {_format_gb(size)}" for what, size in self.parts.items())
-        amount = (
-            f"{_format_gb(self.want)} of {_format_gb(self.have)}"
-            if self.have
-            else _format_gb(self.want)
-        )
-        return f"{amount} GB of {self.name} ({parts})"
+        have = f" of {_format_gb(self.have)}" if self.have else ""
+        return f"{_format_gb(self.want)}{have} GB of {self.name} ({parts})"
 
 
 def this_machine() -> MachineMemory:
@@ -77,6 +89,23 @@ def this_machine() -> MachineMemory:
     gpus = gpus if gpus and count_gpus() else []
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     return MachineMemory(memory_limit(), shared, {gpu: _gpu_bytes(gpu) for gpu in gpus})
+
+
+def parse_machine(gpus: str, host_gb: float = 0, key: str = "--gpus") -> MachineMemory:
+    """Return a machine with these GPUs; half of its memory, if given, is for /dev/shm."""
+    name, _, count = gpus.rpartition(":")
+    known = {re.sub(r"\W", "", name).lower(): str(gb) for name, gb in GPU_GB.items()}
+    size = known.get(re.sub(r"\W", "", name).lower(), "")
+    if not name:
+        count, _, size = gpus.partition("x")
+    number = int(count) if re.fullmatch(r"[0-9]{1,3}", count) else 0
+    if not (0 < number <= GPUS_MAX and re.fullmatch(r"[1-9][0-9]{0,3}", size)):
+        raise ConfigError(
+            f"{key} = {gpus!r}: give 1 to {GPUS_MAX} GPUs of a machine as number and GB, such as "
+            f"8x80, or as name and number, such as H100:8, with one of {', '.join(GPU_GB)}"
+        )
+    host = int(host_gb * GB)
+    return MachineMemory(host, host // 2, {str(n): int(size) * GB for n in range(number)})
 
 
 def check_memory(
@@ -88,11 +117,16 @@ def check_memory(
     """
     if config.is_emulated:
         return []
-    directory, machine = config.model.name, machine or this_machine()
-    run = MemoryEstimate(read_sizes(directory), machines, machine)
-    if config.has_critic:
-        run = replace(run, critic=read_sizes(config.critic_name))
-    model = run.model
+    return check_estimate(config, estimate_memory(config, machines, machine or this_machine()))
+
+
+def estimate_memory(config: Config, machines: int, machine: MachineMemory) -> MemoryEstimate:
+    critic = read_sizes(config.critic_name) if config.has_critic else None
+    return MemoryEstimate(read_sizes(config.model.name), machines, machine, critic)
+
+
+def check_estimate(config: Config, run: MemoryEstimate) -> list[MemoryPlace]:
+    """Return the places of a run; raise ConfigError if one has no room."""
     places = run.list_places(config)
     short = [place for place in places if not place.fits]
     if not short:
@@ -100,9 +134,8 @@ def check_memory(
         return places
     worst = max(short, key=lambda place: place.want / place.have)
     raise ConfigError(
-        f"{directory} has {_format_count(model.parameters)} parameters, and the run would take "
-        "more "
-        f"memory than there is: {worst}; {ON_TOP}; {_suggest_fix(config, run)}"
+        f"{config.model.name} has {format_count(run.model.parameters)} parameters, and the run "
+        f"would take more memory than there is: {worst}; {ON_TOP}; {_suggest_fix(config, run)}"
     )
 
 
@@ -110,24 +143,51 @@ def read_sizes(directory: str) -> footprint.ModelSizes:
     return footprint.sizes_of(read_hf_config(directory), weight_shapes(directory))
 
 
-def memory_lines(places: Sequence[MemoryPlace]) -> list[str]:
+def read_planned_sizes(key: str, name: str) -> footprint.ModelSizes:
+    """Return the sizes of a model's decoder by its config.json alone; raise ConfigError."""
+    import torch  # take longer to load than all the rest
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    directory = find_model(key, name, ["config.json"])
+    try:
+        fields = read_hf_config(directory)
+        if (kind := str(fields.get("model_type"))) not in CONFIG_MAPPING:
+            raise EngineError(f"transformers has no model_type = {kind!r}; update it")
+        config = CONFIG_MAPPING[kind].from_dict(fields).get_text_config()
+        fields = fields.get("text_config", fields)
+        for field in (config.attribute_map.get(size, size) for size in SIZE_FIELDS):
+            if getattr(type(config), field, None) is not None and fields.get(field) is None:
+                raise EngineError(f"config.json lacks {field}; add it, or download the file again")
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(config).named_parameters()
+    except Exception as error:  # each model checks its fields in its way
+        raise ConfigError(f"{key} = {name!r}: {' '.join(str(error).split())}") from None
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+    return footprint.sizes_of(config.to_dict(), shapes)
+
+
+def memory_lines(places: Sequence[MemoryPlace], title: str = "memory, 10^9 bytes") -> list[str]:
     """Return the table of the plan: the parts in each memory."""
     if not places:
         return []
     columns = _group_places(places)
     names = dict.fromkeys(chain.from_iterable(place.parts for place in columns.values()))
-    rows = [["memory, 10^9 bytes", *columns]]
+    rows = [[title, *columns]]
     for name in names:
         sizes = [place.parts.get(name, 0) for place in columns.values()]
         rows.append([f"  {name}", *(_format_gb(size) if size else "" for size in sizes)])
     rows.append(["  all", *(_format_gb(place.want) for place in columns.values())])
     rows.append(["  there is", *(_format_gb(p.have) if p.have else "?" for p in columns.values())])
+    return [*align_rows(rows), f"  {ON_TOP}"]
+
+
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
+    return [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
         for first, *rest in rows
     ]
-    return [*lines, f"  {ON_TOP}"]
 
 
 def _group_places(places: Iterable[MemoryPlace]) -> dict[str, MemoryPlace]:
@@ -150,11 +210,13 @@ class MemoryEstimate:
     machines: int
     machine: MachineMemory
     critic: footprint.ModelSizes | None = None  #: sizes of its initial model
+    first: int = 0  #: number of the first of these machines; the trainer is on machine 0
 
     def list_places(self, config: Config) -> list[MemoryPlace]:
         machine, trainer_gpus = self.machine, self._trainer_gpus(config)
         way = footprint.way_of(config, gpu=bool(trainer_gpus), critic=self.critic)
-        trained = footprint.estimate_footprint(self.model, way)
+        nothing = footprint.Footprint()
+        trained = nothing if self.first else footprint.estimate_footprint(self.model, way)
         gpus: dict[str, dict[str, int]] = {name: {} for name in machine.gpus}
         host: dict[str, int] = {}
         for name in trainer_gpus:
@@ -182,14 +244,12 @@ class MemoryEstimate:
     def check_slots(self, config: Config) -> None:
         version = self._version_bytes(config)
         limit, least = self._slot_limit(config), MIN_SLOTS * version
-        if limit < least:
+        if 0 < limit < least:  # 0: unknown memory
             what = "" if config.weights.max_bytes else ", half of the memory that this job may take"
             raise ConfigError(
                 f"weights.max_bytes = {config.weights.max_bytes} ({_format_gb(limit)} GB{what}) "
-                "has no "
-                f"room for {MIN_SLOTS} versions of {_format_gb(version)} GB: set it to {least} "
-                "or more, "
-                "or take a smaller model"
+                f"has no room for {MIN_SLOTS} versions of {_format_gb(version)} GB: set it to "
+                f"{least} or more, or take a smaller model"
             )
 
     def _trainer_gpus(self, config: Config) -> list[str]:
@@ -216,9 +276,9 @@ class MemoryEstimate:
         """Add the engines' copies of the weights, each spread over all GPUs of its replica."""
         names = list(gpus) if config.rollout.device != "cpu" else []
         copies: dict[str, int] = {}
-        counts = [config.replicas_on(machine) for machine in range(self.machines)]
+        counts = [config.replicas_on(self.first + machine) for machine in range(self.machines)]
+        per_replica, ranks = gpus_per_replica(config), 0 if self.first else config.trainer.ranks
         for index in chain.from_iterable(map(range, counts)):
-            per_replica, ranks = gpus_per_replica(config), config.trainer.ranks
             for name in assign_gpus("rollout", f"rollout-{index}", names, per_replica, ranks):
                 copies[name] = copies.get(name, 0) + 1
         for name, count in copies.items():
@@ -284,10 +344,8 @@ def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str,
     """Yield settings that can be reduced, with their smaller values, mildest first."""
     if config.trainer.activation_checkpointing != "on":
         yield CHECKPOINTING, ["on"]
-    budget, row = footprint.pass_tokens(config), footprint.longest_row(config)
-    if budget > row:
-        halves = [budget >> n for n in range(1, budget.bit_length()) if budget >> n > row]
-        yield TOKENS, [*halves, row]
+    if smaller := list_budgets(config)[1:]:
+        yield TOKENS, smaller
     if config.rollout.engine == "vllm" and not config.rollout.vllm.kv_cache_bytes:
         yield from _smaller_share(config, run)
     if gpus := len(run.machine.gpus) if config.trainer.device != "cpu" else 0:
@@ -306,6 +364,13 @@ def _list_reductions(config: Config, run: MemoryEstimate) -> Iterator[tuple[str,
         yield "algorithm.use_kl_loss", [False]
     if config.trainer.save_freq:
         yield "trainer.save_freq", [0]
+
+
+def list_budgets(config: Config) -> list[int]:
+    """Return the tokens of a pass and its halves, at least those of one row."""
+    budget, row = footprint.pass_tokens(config), footprint.longest_row(config)
+    halves = [budget >> n for n in range(budget.bit_length()) if budget >> n > row]
+    return [*halves, row]
 
 
 def _smaller_share(config: Config, run: MemoryEstimate) -> Iterator[tuple[str, list[float]]]:
@@ -341,5 +406,5 @@ def _format_gb(size: int) -> str:
     return f"{size / 1e9:.{1 if size >= 1e9 else 3}f}"
 
 
-def _format_count(parameters: int) -> str:
+def format_count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} G" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"

@@ -16,6 +16,7 @@ from laminar.engines.environment import count_free_replicas, gpus_per_replica
 from laminar.engines.protocol import EngineError
 from laminar.launch.memory_check import count_cache_tokens, read_sizes, this_machine
 from laminar.tasks.data.hub import localize_model
+from laminar.training.model.footprint import ModelSizes
 
 MAX_SEQUENCES = 512  #: of a replica by default, as in the paper's runs
 ASSUMED_GPU_BYTES = 40 << 30  #: of a GPU that cannot be asked: the least usual for training
@@ -38,12 +39,14 @@ def derive_replicas(config: Config, gpus: int) -> dict[str, int]:
     return {"rollout.replicas": count} if count and config.run.nodes == 1 else {}
 
 
-def derive_sequences(config: Config, gpu_bytes: int) -> dict[str, int]:
+def derive_sequences(
+    config: Config, gpu_bytes: int, sizes: ModelSizes | None = None
+) -> dict[str, int]:
     """Return the sequences that vLLM's cache holds; none for other engines, or unknown memory."""
     if config.rollout.engine != "vllm" or not (gpu_bytes or config.rollout.vllm.kv_cache_bytes):
         return {}
     try:
-        sizes = read_sizes(localize_model(config).model.name)
+        sizes = sizes or read_sizes(localize_model(config).model.name)
     except EngineError:  # reported with its key by check_engine
         return {}
     count = choose_sequences(count_cache_tokens(config, sizes, gpu_bytes), config.max_model_len)

@@ -30,7 +30,8 @@ from laminar.events.base import COORDINATOR
 from laminar.launch import resume_check
 from laminar.launch.env_check import show_resets
 from laminar.launch.exit_handling import print_error
-from laminar.launch.memory_check import check_memory, memory_lines
+from laminar.launch.layouts import layout_lines, list_layouts
+from laminar.launch.memory_check import check_memory, estimate_memory, memory_lines, this_machine
 from laminar.launch.panel import failed_share
 from laminar.launch.preflight import RunPlan, check_settings, find_idle_gpus, look_at_data
 from laminar.launch.prefork import PreforkedNode
@@ -145,6 +146,9 @@ def plan_run(
             plan.warnings.update(resume_check.find_changed_files(run_dir, plan.config))
         vllm_takes_it()
     console.print_lines([*plan_lines(plan), *memory_lines(places)])
+    if arguments.dry_run and places and config.run.nodes == 1:
+        run = estimate_memory(config, 1, this_machine())
+        console.print_lines(layout_lines(config, run, list_layouts(config, run)))
     console.print_lines(files.lines if files is not None else [])
     found = plan.warnings | (find_idle_gpus(plan.config) if machines else {})
     if plan.config.reward.trial and plan.resets:

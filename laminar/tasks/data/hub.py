@@ -38,7 +38,7 @@ def localize_config(config: Config) -> Config:
 
 def localize_model(config: Config) -> Config:
     names = {"model.name": config.model.name, "critic.model.name": config.critic.model.name}
-    return replace_keys(config, {key: _model_directory(key, name) for key, name in names.items()})
+    return replace_keys(config, {key: find_model(key, name) for key, name in names.items()})
 
 
 def localize_data(config: Config) -> Config:
@@ -48,11 +48,12 @@ def localize_data(config: Config) -> Config:
     )
 
 
-def _model_directory(key: str, name: str) -> str:
+def find_model(key: str, name: str, files: list[str] = MODEL_FILES) -> str:
+    """Return a model's directory; `files`: patterns of those to download from the hub."""
     found = HUB_MODEL.fullmatch(name)
     if found is None or Path(name).exists():
         return name
-    wanted = HubFiles("model", found["repo"], found["revision"], MODEL_FILES)
+    wanted = HubFiles("model", found["repo"], found["revision"], files)
     return str(
         _fetch(
             wanted,
@@ -109,7 +110,9 @@ def _fetch(wanted: HubFiles, what: str) -> Path:
 def _fetch_command(wanted: HubFiles) -> str:
     words = ["hf", "download", wanted.repo]
     if wanted.kind == "dataset":
-        words += ["--repo-type", "dataset", *(f"--include '{p}'" for p in wanted.patterns)]
+        words += ["--repo-type", "dataset"]
+    if wanted.patterns is not MODEL_FILES:
+        words += [f"--include '{p}'" for p in wanted.patterns]
     if wanted.revision:
         words += ["--revision", wanted.revision]
     return " ".join(words)

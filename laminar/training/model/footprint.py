@@ -13,6 +13,7 @@ the workspace of kernels.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -197,12 +198,12 @@ def _copied_bytes(model: ModelSizes, parameters: int, way: TrainingPlan) -> int:
     if not way.gpu or way.offload != "none":
         return FLOAT32 * parameters
     exact = rounded = 0
-    for rows, *others in (shape or (1,) for shape in model.shapes):
+    for (rows, *others), count in Counter(shape or (1,) for shape in model.shapes).items():
         per_rank = -(-rows // way.ranks)
         for first in range(0, rows, max(per_rank, 1)):
             size = FLOAT32 * min(per_rank, rows - first) * math.prod(others)
-            exact += size
-            rounded += 1 << (size - 1).bit_length() if size else 0
+            exact += count * size
+            rounded += count << (size - 1).bit_length() if size else 0
     return FLOAT32 * parameters * rounded // max(exact, 1)
 
 
