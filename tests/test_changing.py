@@ -72,8 +72,8 @@ for log in manifest():  # from before the key, with the digests that they have
      fork,
 +    greet,
 @ laminar/cli/commands.py
--        tail, scale, stop, clean, samples, log, audit, report, retrain,
-+        tail, scale, stop, clean, samples, log, audit, report, retrain, greet,
+-        tail, scale, stop, clean, samples, log, audit, report, retrain, export,
++        tail, scale, stop, clean, samples, log, audit, report, retrain, export, greet,
 
 from tests.run.conftest import laminar
 done = laminar("greet")

@@ -233,7 +233,11 @@ def test_the_dry_run_prints_the_layouts_of_the_plan(
     here = parse_machine("2x24", 100)
     for module in (memory_check, sizing, train):
         monkeypatch.setattr(module, "this_machine", lambda: here)
-    quick = ["-c", str(ROOT / "configs" / "quickstart.toml"), f"run.output_dir={tmp_path}"]
+    quick = [
+        "-c",
+        str(ROOT / "configs" / "recipes" / "words" / "run.toml"),
+        f"run.output_dir={tmp_path}",
+    ]
     assert run_command(["train", *quick, "--dry-run"]) == exit_codes.COMPLETE
     dry = capsys.readouterr().out
     assert run_command(["plan", *quick, "--gpus", "2x24"]) == exit_codes.COMPLETE
