@@ -63,7 +63,7 @@ total_training_steps = 40         # half a minute
 
 FIRST_RUN = {
     "data.max_prompt_length": 1024, "data.max_response_length": 4096, "optim.lr": 1e-6,
-    "rollout.engine": "vllm",
+    "rollout.engine": "vllm", "trainer.total_training_steps": 100,
 }  # fmt: skip
 
 REWARD = '''\
@@ -103,7 +103,7 @@ def run_init(arguments: argparse.Namespace) -> int:
     directory: Path = arguments.directory
     name, recipe = directory.absolute().name, arguments.recipe
     files = read_recipe(recipe) if recipe else build_files(name)
-    if arguments.model or arguments.gpus:
+    if arguments.model or arguments.gpus or arguments.nodes or arguments.host_memory:
         if recipe:
             raise ConfigError("--recipe has its model and GPUs: leave out --model and --gpus")
         files["run.toml"] = set_keys(files["run.toml"], plan_settings(arguments))
@@ -148,7 +148,8 @@ def plan_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     given += ["data.dataset=chain_sum"]  # in place of the prompts, which are not written yet
     config, run = load_plan(arguments, [], given)
     if not (layouts := list_layouts(config, run)):
-        raise ConfigError(f"{model}: {layout_lines(config, run, layouts)[0]}")
+        none_fits = layout_lines(config, run, layouts)[0].split(maxsplit=1)[1]
+        raise ConfigError(f"no layout of {model} on {arguments.gpus}: {none_fits}")
     return {**first, **settings_of(layouts[0], load_config([], given))}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from laminar.cli.submit import load_slurm_config
 from laminar.config import Config, ConfigError, load_config
 from laminar.engines.environment import gpus_per_replica
+from laminar.launch import memory_check as check
 from laminar.launch.layouts import (
     has_layouts,
     layout_lines,
@@ -19,16 +20,7 @@ from laminar.launch.layouts import (
     list_machines,
     settings_of,
 )
-from laminar.launch.memory_check import (
-    MemoryEstimate,
-    MemoryPlace,
-    check_estimate,
-    format_count,
-    memory_lines,
-    parse_machine,
-    read_planned_sizes,
-    this_machine,
-)
+from laminar.launch.memory_check import MemoryEstimate, MemoryPlace
 from laminar.launch.sizing import derive_replicas, derive_sequences
 from laminar.names import exit_codes
 
@@ -57,7 +49,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     reason, machines = _find_excess(config, run), list_machines(config, run)
     layouts = list_layouts(config, run)
     lines = [
-        f"model      {config.model.name}, {format_count(run.model.parameters)} parameters",
+        f"model      {config.model.name}, {check.format_count(run.model.parameters)} parameters",
         f"machines   {config.run.nodes} with {len(run.machine.gpus)} GPUs each",
         f"fits       {f'no: {reason}' if reason else 'yes'}",
         *_format_memory("as configured", [here.list_places(config) for here in machines]),
@@ -81,10 +73,10 @@ def load_plan(
     if not 0 <= (host := arguments.host_memory) < (1e6 if gpus else 1e-9):
         raise ConfigError(f"--host-memory = {host:g}: give the GB of a machine, with --gpus")
     key = "--gpus" if arguments.gpus else "run.planned_gpus"
-    machine = parse_machine(gpus, host, key) if gpus else this_machine()
-    sizes, critic = read_planned_sizes("model.name", config.model.name), None
+    machine = check.parse_machine(gpus, host, key) if gpus else check.this_machine()
+    sizes, critic = check.read_planned_sizes("model.name", config.model.name), None
     if config.has_critic:
-        critic = read_planned_sizes("critic.model.name", config.critic_name)
+        critic = check.read_planned_sizes("critic.model.name", config.critic_name)
     run = MemoryEstimate(sizes, 1, machine, critic)
     if has_layouts(config, run):
         defaults = derive_sequences(config, min(machine.gpus.values()), sizes)
@@ -104,13 +96,13 @@ def _find_excess(config: Config, run: MemoryEstimate) -> str:
         return f"trainer or replica needs {size} GPUs of one machine, which has {gpus}"
     try:
         for machine in list_machines(config, run):
-            check_estimate(config, machine)
+            check.check_estimate(config, machine)
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def _format_memory(what: str, places: list[list[MemoryPlace]]) -> list[str]:
-    lines = memory_lines(places[0], f"{what}, 10^9 bytes")
+    lines = check.memory_lines(places[0], f"{what}, 10^9 bytes")
     others = (f"  each other machine: {gpu}; {host}" for gpu, *_, host, _ in places[1:])
     return [*lines, *others]

@@ -11,7 +11,7 @@ from tools.make.states import PAGE, page
 
 
 def test_the_page_of_states_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "run python tools/make/states.py"
+    assert PAGE.read_text() == page(), "run python -m tools.make.states"
 
 
 @pytest.mark.parametrize("source", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)

@@ -1,6 +1,6 @@
 """Draw docs/states.md: all statuses, transitions and kinds of failures.
 
-Usage: python tools/make/states.py
+Usage: python -m tools.make.states
 Reads   laminar/core/state/transitions.py, failures.py
 Writes  docs/states.md: a diagram (Mermaid) and a list for each table of transitions, and a table of
         failures; a test compares it
@@ -8,21 +8,17 @@ Writes  docs/states.md: a diagram (Mermaid) and a list for each table of transit
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file, from anywhere
+from laminar.core.state.failures import FailureKind
+from laminar.core.state.transitions import TABLES, TransitionTable
 
-from laminar.core.state.failures import FailureKind  # noqa: E402
-from laminar.core.state.transitions import TABLES, TransitionTable  # noqa: E402
-
-PAGE = ROOT / "docs" / "states.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
 HEAD = """# States
 
-Made by `python tools/make/states.py` of `laminar/core/state/transitions.py` and `failures.py`.
+Made by `python -m tools.make.states` of `laminar/core/state/transitions.py` and `failures.py`.
 """
 FAILURES = """## Failure
 
