@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from laminar.analysis.report.samples import Sample
-    from laminar.launch.handle import RunThread
+    from laminar.launch.handle import RunThreads
 
 __all__ = ["ActiveRun", "ConfigError", "Run", "RunFailed", "open_run", "start", "train"]
 
@@ -172,8 +172,7 @@ def train(
     raises KeyboardInterrupt. Outside the main thread signals are not handled, and
     `laminar stop RUN` ends the run.
     """
-    arguments = locals()
-    return start(**arguments).wait()
+    return start(**locals()).wait()
 
 
 def start(config: Config | Sequence[Config] = (), **arguments: Any) -> ActiveRun:
@@ -181,31 +180,24 @@ def start(config: Config | Sequence[Config] = (), **arguments: Any) -> ActiveRun
     from laminar.launch.handle import start_run
 
     sources = [config] if isinstance(config, str | Path | Mapping) else list(config)
-    plain = [_to_plain(source) for source in sources]
-    return ActiveRun(start_run(plain, **arguments))
+    return ActiveRun(start_run(_to_plain(sources), **arguments))
 
 
 class ActiveRun(Run):
     """Run that this program has started: a Run to read, with its progress, its stop and its end."""
 
-    def __init__(self, thread: RunThread) -> None:
-        self._thread, self.directory = thread, thread.run_dir
-
-    def __repr__(self) -> str:
-        return f"<laminar run {str(self.directory)!r}: {self.progress}>"
+    def __init__(self, threads: RunThreads) -> None:
+        self._threads, self.directory = threads, threads.run_dir
+        self.stop = threads.stop
 
     @property
     def progress(self) -> str:
         """Line of the terminal's progress: step, reward, evaluation score, time left."""
-        return self._thread.progress
-
-    def stop(self) -> None:
-        """Request a graceful end: the step in training is completed, the model exported."""
-        self._thread.stop()
+        return self._threads.progress
 
     def wait(self) -> Run:
         """Wait for the end and return the run, or raise as `train` does."""
-        over = self._thread.join()
+        over = self._threads.join()
         reason = over.failure.sentence if over.failure else f"the run ended with code {over.code}"
         if over.code == exit_codes.PAUSED:
             resume = shell_command("train", "--resume", self.directory)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from laminar.config import ConfigError
-from laminar.run.objects import ObjectFolder
-from laminar.run.user_import import import_file
+from laminar.run.user_code import ObjectFolder, import_file
 
 PACKAGE = Path(__file__).parents[1] / "laminar"
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -23,10 +22,10 @@ NAMES = {
     *("broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
 }
 USERS_CODE = {
-    "run/objects.py: cloudpickle",
-    "run/objects.py: dumps",
-    "run/user_import.py: pickle",
-    "run/user_import.py: load",
+    "run/user_code.py: cloudpickle",
+    "run/user_code.py: Pickler",
+    "run/user_code.py: pickle",
+    "run/user_code.py: load",
 }
 PLANNER = "torch.distributed.checkpoint"
 """It pickles what it saves beside the tensors, and plans by collectives that pickle, too."""

@@ -122,11 +122,11 @@ def test_a_run_that_fails_raises_its_reason(run_dir: Path, monkeypatch: pytest.M
         FailureKind.CRASHED: laminar.RunFailed,
         FailureKind.USER_MISTAKE: laminar.ConfigError,
     }
-    config = run_dir / "config.toml"
+    config = [run_dir / "config.toml", {"run.output_dir": run_dir.parent, "run.name": "run"}]
     for failure, kind in ends.items():
         over = GiveUp.after_failure(failure, "reward", "no room")
         monkeypatch.setattr(handle, "run_training", lambda *_, over=over, **__: over)
-        monkeypatch.setattr(handle, "place_of", lambda *_: run_dir)
+        monkeypatch.setattr(handle, "place_of", lambda *_: None)
         with pytest.raises(kind, match="no room") as raised:
             laminar.train(config)
         assert kind is laminar.ConfigError or raised.value.run.directory == run_dir

@@ -41,8 +41,8 @@ from laminar.run.directory import (
     RESUME_FILE,
     run_config,
 )
-from laminar.run.objects import take_objects
 from laminar.run.permissions import check_private
+from laminar.run.user_code import take_objects
 from laminar.run.user_file import file_digests
 from laminar.training.checkpoints.file_digests import check_digests
 from laminar.training.trainer_state import CheckpointError, decode

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ HUB_MODEL = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/@]+))?")
 """A model on the Hugging Face hub; a directory of that name takes precedence."""
 HUB_FILE = "hf://"
 OBJECTS = "./objects/"
-"""Beginning of a path in a run's config.toml to a file of the run (run/objects.py)."""
+"""Beginning of a path in a run's config.toml to a file of the run (run/user_code.py)."""
 
 
 def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, must_be: bool) -> Any:
@@ -58,16 +57,12 @@ def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, mus
 
 def find_module(name: str) -> Path | None:
     """Return the file of a module, without an import of its packages; None if there is none."""
-    first, *inner = name.split(".")
-    if not all(part.isidentifier() for part in (first, *inner)):
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
         return None
-    found = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
-    places = list(found.submodule_search_locations or ()) if found is not None else []
-    files = [Path(place, *inner).with_suffix(".py") for place in places if inner]
-    files += [Path(place, *inner, "__init__.py") for place in places]
-    if found is not None and found.origin and not inner:
-        files.insert(0, Path(found.origin))
-    return next((file.resolve() for file in files if file.suffix == ".py" and file.is_file()), None)
+    places = [Path(folder, *parts) for folder in (str(Path.cwd()), *sys.path)]
+    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+    return next((file.resolve() for file in files if file.is_file()), None)
 
 
 def replace_prefix(value: Any, old: str, new: str) -> Any:

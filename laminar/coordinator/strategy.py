@@ -26,7 +26,7 @@ from laminar.events import events as ev
 from laminar.names.ids import GroupId
 from laminar.run.child_channel import ChildLost, Ready, Refused
 from laminar.run.child_process import Child, connect_user_code, print_output, spawn_child
-from laminar.run.user_import import load_user_function
+from laminar.run.user_code import load_user_function
 
 ANSWER_BYTES_MAX = 16 << 20
 """The maximum answer of a strategy, group ids only."""

@@ -1,38 +1,38 @@
-"""A run that a Python program starts: its objects as settings, its thread, its outcome.
+"""A run that a Python program starts: its objects as settings, its threads, its outcome.
 
-Reads   the arguments of laminar.train; status.json of the run
+Reads   the arguments of laminar.train; status.json and metrics.jsonl of the run
 Writes  a temporary folder with functions and rows, until the run has copied them
-Starts  a thread, in which the stages of `laminar train` watch over the run
-Gives   start_run, RunThread
-Raises  ConfigError for an argument; RunThread.join: the outcome of the run
+Starts  the stages of `laminar train` in a thread, and a thread that calls the callbacks
+Gives   start_run, RunThreads
+Raises  ConfigError for an argument; RunThreads.join: the outcome of the run
 
-The launching program, such as a notebook, stays usable.
+The launching program, such as a notebook, stays usable. Callbacks have the form of transformers'
+TrainerCallback; one that raises pauses the run, which can be resumed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from laminar.config import Config, ConfigError
 from laminar.coordinator.restarts import GiveUp
-from laminar.launch.callbacks import CallbackCaller
 from laminar.launch.panel import StepPace, format_progress
 from laminar.launch.sizing import load_sized_config
 from laminar.launch.supervisor import POLL_S, StopRequest
 from laminar.launch.terminal import Terminal
 from laminar.launch.train import StartFiles, place_of, run_training
-from laminar.run.directory import read_status
-from laminar.run.objects import ObjectFolder, take_objects
+from laminar.run.directory import METRICS_FILE, read_status
+from laminar.run.user_code import ObjectFolder, take_objects
 
-STOPPED = "stop()"  #: reason of a stop that the program requested
-
-FUNCTIONS = {"loss": "algorithm.policy_loss.loss_mode", "advantage": "algorithm.adv_estimator"}
-"""Arguments that are a function or a built-in name, with their keys."""
+EVALUATION = "val/version"  #: in each line of metrics.jsonl about an evaluation
 
 
 def start_run(
@@ -42,14 +42,13 @@ def start_run(
     move_old: bool = False,
     quiet: bool = False,
     **objects: Any,
-) -> RunThread:
+) -> RunThreads:
     """Start a run with the arguments of laminar.train, `objects` among them."""
     folder = ObjectFolder()
     try:
         config = load_sized_config([*sources, name_objects(folder, **objects)])
-        run_dir = place_of(config, move_old)
-        listed = list(callbacks or ())
-        return RunThread(config, run_dir, folder, listed, move_old=move_old, quiet=quiet)
+        place_of(config, move_old)
+        return RunThreads(config, folder, callbacks or (), move_old=move_old, quiet=quiet)
     except BaseException:
         folder.close()
         raise
@@ -63,78 +62,66 @@ def name_objects(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     environment_factory: Any = None,
-    **functions: Any,
+    loss: Any = None,
+    advantage: Any = None,
 ) -> dict[str, Any]:
     """Return the settings that name the objects, which are in the folder, or are importable."""
     found: dict[str, Any] = {}
-    if reward_funcs is not None:
-        found |= {"reward.kind": "auto", "reward.custom_reward_function.path": ""}
-        found["reward.functions"] = _list_rewards(folder, reward_funcs, reward_weights)
-    elif reward_weights is not None:
-        raise ConfigError(f"reward_weights = {reward_weights!r} has no reward_funcs: give both")
+    if reward_funcs is not None or reward_weights is not None:
+        listed = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        weights = [1.0] * len(listed) if reward_weights is None else reward_weights
+        if len(weights) != len(listed) or reward_funcs is None:
+            raise ConfigError(
+                f"reward_weights = {reward_weights!r} has not one number for each of reward_funcs"
+            )
+        named = [folder.name_object("reward_funcs", function) for function in listed]
+        found = {"reward.kind": "auto", "reward.custom_reward_function.path": ""}
+        found["reward.functions"] = [
+            {"path": path, "name": name, "weight": weight}
+            for (path, name), weight in zip(named, weights, strict=True)
+        ]
     if train_dataset is not None:
         found |= {"data.dataset": "", "data.dataset_config": {}}
         found["data.train_files"] = folder.write_rows("train_dataset", train_dataset)
     if eval_dataset is not None:
         found["data.val_files"] = folder.write_rows("eval_dataset", eval_dataset)
     if environment_factory is not None:
-        named = folder.name_object("environment_factory", environment_factory)
-        found["env.path"], found["env.name"] = named
-    for argument, value in functions.items():
-        if value is not None:
-            built_in = isinstance(value, str) and ":" not in value
-            named = folder.name_object(argument, value) if not built_in else value
-            found[FUNCTIONS[argument]] = named if built_in else ":".join(named)
+        path, name = folder.name_object("environment_factory", environment_factory)
+        found |= {"env.path": path, "env.name": name}
+    if loss is not None:
+        named_loss = ":".join(folder.name_object("loss", loss))
+        found["algorithm.policy_loss.loss_mode"] = named_loss.lstrip(":")
+    if advantage is not None:
+        named_estimator = ":".join(folder.name_object("advantage", advantage))
+        found["algorithm.adv_estimator"] = named_estimator.lstrip(":")
     return found
 
 
-def _list_rewards(
-    folder: ObjectFolder, functions: Any, weights: Sequence[float] | None
-) -> list[dict[str, Any]]:
-    """Return the entries of reward.functions."""
-    listed = list(functions) if isinstance(functions, list | tuple) else [functions]
-    weights = [1.0] * len(listed) if weights is None else list(weights)
-    if len(weights) != len(listed):
-        raise ConfigError(
-            f"reward_weights has {len(weights)} numbers for the {len(listed)} functions of "
-            "reward_funcs; give one for each"
-        )
-    found = []
-    for value, weight in zip(listed, weights, strict=True):
-        built_in = isinstance(value, str) and ":" not in value
-        path, name = ("", value) if built_in else folder.name_object("reward_funcs", value)
-        found.append({"path": path, "name": name, "weight": weight})
-    return found
-
-
-class RunThread:
+class RunThreads:
     """Thread that starts a run and watches it until its end, and one that follows its progress."""
 
     def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        folder: ObjectFolder,
-        callbacks: Sequence[Any],
-        *,
-        move_old: bool,
-        quiet: bool,
+        self, config: Config, folder: ObjectFolder, callbacks: Sequence[Any], **options: bool
     ) -> None:
-        self._config, self.run_dir, self._folder = config, run_dir, folder
-        self._move_old, self._console = move_old, Terminal(quiet=quiet)
+        self._config, self._folder, self.run_dir = config, folder, config.run_dir
+        self._callbacks = [each() if isinstance(each, type) else each for each in callbacks]
         self._asked, self._pace = StopRequest(), StepPace()
-        self._caller = CallbackCaller(callbacks, config, run_dir)
+        self._asked.begun_ns = time.time_ns()
+        self._begun, self._read = False, 0  #: whether the directory is this run's; bytes of metrics
         self._over: GiveUp | None = None
         self._errors: list[BaseException] = []
+        self._control = SimpleNamespace(should_training_stop=False)
+        steps = config.trainer.total_training_steps
+        self._state = SimpleNamespace(global_step=0, max_steps=steps, log_history=[])
         self.progress = "starting"  #: line with the step, the reward and the time left
-        self._thread = threading.Thread(target=self._run, name=f"laminar {run_dir.name}")
-        self._follower = threading.Thread(target=self._follow, name=f"callbacks {run_dir.name}")
+        self._thread = threading.Thread(target=self._run, kwargs=options)
+        self._follower = threading.Thread(target=self._follow)
         self._thread.start()
         self._follower.start()
 
     def stop(self) -> None:
-        """Request a graceful end."""
-        self._asked.raise_level(StopRequest.DRAIN, STOPPED)
+        """Request a graceful end: the step in training is completed, the model exported."""
+        self._asked.raise_level(StopRequest.DRAIN, "stop()")
 
     def join(self) -> GiveUp:
         """Wait for the end; in the main thread signals stop the run, as for `laminar train`."""
@@ -146,19 +133,12 @@ class RunThread:
         assert self._over is not None
         return self._over
 
-    def _run(self) -> None:
-        ways = argparse.Namespace(
-            dry_run=False, prepare=False, resume=None, move_old=self._move_old
-        )
+    def _run(self, move_old: bool, quiet: bool) -> None:
+        ways = argparse.Namespace(dry_run=False, prepare=False, resume=None, move_old=move_old)
+        files = StartFiles("the program's objects", [], self._take_objects)
+        console = Terminal(quiet=quiet)
         try:
-            self._over = run_training(
-                self._config,
-                self.run_dir,
-                ways,
-                StartFiles("the objects", [], lambda to: take_objects(self._folder.path, to)),
-                console=self._console,
-                asked=self._asked,
-            )
+            self._over = run_training(self._config, self.run_dir, ways, files, console, self._asked)
         except ConfigError as error:
             self._errors.append(ConfigError(self._folder.describe(str(error))))
         except BaseException as error:  # raised by join
@@ -166,19 +146,50 @@ class RunThread:
         finally:
             self._folder.close()
 
+    def _take_objects(self, run_dir: Path) -> None:
+        take_objects(self._folder.path, run_dir)
+        self._begun = True
+
     def _follow(self) -> None:
-        """Keep `progress` and call the callbacks; an error of one pauses the run, resumable."""
+        """Keep `progress` and call the callbacks; an error of one pauses the run."""
         try:
-            while self._thread.is_alive():
+            is_alive = True
+            while is_alive:
                 self._thread.join(POLL_S)
-                self._caller.follow()
-                if self._caller.control.should_training_stop:
-                    self.stop()
-                if status := read_status(self.run_dir):
+                is_alive = self._thread.is_alive()
+                if self._begun and (status := read_status(self.run_dir)):
                     self.progress = format_progress(status, self._pace, time.monotonic())
+                    self._call_for_lines()
             if self._over is not None:
-                self._caller.call("on_train_end")
+                self._call("on_train_end")
         except Exception as error:
             self._errors.append(error)
-            self._asked.raise_level(StopRequest.PAUSE, f"a callback raised {error!r}")
+            level = StopRequest.PAUSE if self._config.trainer.save_freq else StopRequest.DRAIN
+            self._asked.raise_level(level, f"a callback raised {error!r}")
             self._thread.join()
+
+    def _call_for_lines(self) -> None:
+        """Call the callbacks for each new line of the metrics."""
+        for figures in self._read_lines():
+            if not self._state.log_history:
+                self._call("on_train_begin")
+            self._state.global_step = figures["step"]
+            self._state.log_history.append(figures)
+            is_step = EVALUATION not in figures
+            self._call("on_step_end") if is_step else self._call("on_evaluate", metrics=figures)
+            self._call("on_log", logs=figures)
+
+    def _call(self, event: str, **details: Any) -> None:
+        for callback in self._callbacks:
+            if (method := getattr(callback, event, None)) is not None:
+                method(self._config, self._state, self._control, **details)
+        if self._control.should_training_stop:
+            self.stop()
+
+    def _read_lines(self) -> Iterator[dict[str, Any]]:
+        with suppress(FileNotFoundError), (self.run_dir / METRICS_FILE).open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._read += len(line)
+                    yield json.loads(line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
 from laminar.run.directory import read_status
 
 PACE_STEPS = 20  #: number of recent steps from which the remaining time is estimated
-REPLICAS_SHOWN = 16  #: most replicas shown one by one; of more, only counts are shown
 LINE_MAX = 120  #: most characters of a plain line, for windows of this width
 BAR = 20  #: characters of the progress bar
 QUIET_S = 10.0  #: longest time between lines of a plain log without a new step
@@ -50,9 +49,13 @@ before the next part begins."""
 class ProgressPanel:
     """Display of the newest status; call `update` a few times a second."""
 
-    def __init__(self, run_dir: Path, console: Console, *, attached: bool = False) -> None:
-        """Initialize; `attached`: to another process's run, of which replicas are shown."""
-        self._run_dir, self._attached = run_dir, attached
+    def __init__(
+        self, run_dir: Path, console: Console, *, attached: bool = False, begun_ns: int = 0
+    ) -> None:
+        """Initialize; `attached`: another process started the run, so the start is not reported.
+
+        `begun_ns`: time of the command, if that is not the start of this process."""
+        self._run_dir, self._begun_ns = run_dir, begun_ns
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         telemetry = Telemetry()
@@ -144,7 +147,7 @@ class ProgressPanel:
         if "start" in self._told:
             return
         self._told.add("start")
-        begun_ns = int(psutil.Process().create_time() * 1e9)
+        begun_ns = self._begun_ns or int(psutil.Process().create_time() * 1e9)
         with contextlib.suppress(ConfigError):  # an unreadable log is reported elsewhere
             parts = start_parts(self._run_dir, begun_ns)
             text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
@@ -246,13 +249,8 @@ class ProgressPanel:
         ready = f"{status['groups_ready']} groups ready"
         rate = f"{status['tokens_per_s']:.0f} tok/s{moved}"
         table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
-        for name, replica in _group_replicas(status["replicas"] if self._attached else {}):
-            waiting = f", {replica['waiting']} waiting" if replica["waiting"] else ""
-            begins = f", {replica['resetting']} in reset" if replica["resetting"] else ""
-            running = (
-                f"{replica['running']} running{waiting}{begins}{_format_cache(replica['engine'])}"
-            )
-            table.add_row(name, f"version {replica['version']}, {running}, {replica['doing']}")
+        if status["replicas"]:
+            table.add_row("replicas", _describe_replicas([*status["replicas"].values()]))
         for facts in status["evaluations"][-3:]:
             table.add_row("evaluation", f"after step {facts['step']}: {format_evaluation(facts)}")
         return table
@@ -296,13 +294,6 @@ def failed_share(errors: dict[str, Any]) -> str:
     return f"on {sum(by_reason.values())} of {errors['answers']} responses ({reasons})"
 
 
-def _format_cache(engine: dict[str, int] | None) -> str:
-    """Return the share of the key-value cache in use, from the latest gauge."""
-    if not engine or not engine["kv_capacity_tokens"]:
-        return ""
-    return f", {engine['kv_used_tokens'] / engine['kv_capacity_tokens']:.0%} of its cache"
-
-
 def _describe_phase(status: dict[str, Any]) -> str:
     """Return the phase of the run, or its pause."""
     return str(status.get("pause") or status["phase"])
@@ -322,25 +313,17 @@ def format_progress(status: dict[str, Any], pace: StepPace, now: float) -> str:
     return "  ".join(parts)
 
 
-def _group_replicas(replicas: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return each of a few replicas; group many by weights and activity."""
-    if len(replicas) <= REPLICAS_SHOWN:
-        return list(replicas.items())
-    alike: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for replica in replicas.values():
-        alike.setdefault((replica["version"], replica["doing"]), []).append(replica)
-    return [(f"{len(found)} replicas", _sum_replicas(found)) for _, found in sorted(alike.items())]
-
-
-def _sum_replicas(replicas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sum the figures of replicas with the same activity."""
+def _describe_replicas(replicas: list[dict[str, Any]]) -> str:
+    """Return the number of replicas by activity, and sums over them; status.json has each."""
+    doing = Counter(replica["doing"] for replica in replicas)
+    counts = [(sum(r[what] for r in replicas), what) for what in ("running", "waiting")]
+    counts.append((sum(r["resetting"] for r in replicas), "in reset"))
     engines = [engine for replica in replicas if (engine := replica["engine"])]
-    cache = ("kv_used_tokens", "kv_capacity_tokens")
-    return {
-        **replicas[0],
-        **{what: sum(r[what] for r in replicas) for what in ("running", "waiting", "resetting")},
-        "engine": {what: sum(engine[what] for engine in engines) for what in cache},
-    }
+    capacity = sum(engine["kv_capacity_tokens"] for engine in engines)
+    used = sum(engine["kv_used_tokens"] for engine in engines)
+    sums = [f"{count} {what}" for count, what in counts if count]
+    sums += [f"{used / capacity:.0%} of the caches"] if capacity else []
+    return "; ".join((", ".join(f"{n} {what}" for what, n in doing.items()), ", ".join(sums)))
 
 
 def start_parts(run_dir: Path, begun_ns: int) -> list[tuple[str, float]]:

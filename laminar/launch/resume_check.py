@@ -45,9 +45,9 @@ from laminar.run.directory import (
     run_config,
 )
 from laminar.run.lock import RunLock, holders, in_use
-from laminar.run.objects import write_config
 from laminar.run.permissions import check_private
 from laminar.run.secret import make_missing_secret, read_secret
+from laminar.run.user_code import write_config
 from laminar.run.user_file import file_digests, run_file_digests
 from laminar.training.trainer_state import CheckpointError, decode
 

@@ -99,7 +99,7 @@ class Supervisor:
         """
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
         self._alone = nodes is None
-        self.progress = ProgressPanel(lock.run_dir, console)
+        self.progress = ProgressPanel(lock.run_dir, console, begun_ns=asked.begun_ns)
         self._asked, self._early, self._asking = asked, early, asking
         self._told = StopRequest.NOTHING  #: level known to the present coordinator
         indexes = range(config.run.nodes) if nodes is None else nodes
@@ -267,6 +267,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.level, self.reason = self.NOTHING, ""
+        self.begun_ns = 0  #: time of the start; 0: the start of this process
         self._now_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
 

@@ -43,9 +43,9 @@ from laminar.observe.logs import create_attempt
 from laminar.run import directory
 from laminar.run.command_line import shell_command
 from laminar.run.lock import RunLock, holders, in_use, lock_for_move
-from laminar.run.objects import write_config
 from laminar.run.renames import rename
 from laminar.run.secret import make_secret
+from laminar.run.user_code import write_config
 
 LOST_SHOWN = 4  #: most reasons shown for lost processes; summary.json has all
 WRAPPED = (

@@ -1,7 +1,7 @@
 """The names of all files and directories in a run directory.
 
 config.toml       the resolved configuration
-objects/          functions and rows that a program passed to laminar.train (run/objects.py)
+objects/          functions and rows that a program passed to laminar.train (run/user_code.py)
 secret            32 random bytes, by which the processes of the run recognise each other
 run.lock          locked by every process of the run; processes/ names them
 first_look.json   problems found before the start, by kind of warning; absent if there were none

@@ -1,6 +1,6 @@
 """Files of the user's functions: their digests, and the error messages when they fail.
 
-Reads   the files that settings name as path.py:name; user_import.py imports them
+Reads   the files that settings name as path.py:name; user_code.py imports them
 Gives   file_digests, run_file_digests; describe_error, an exception of the user's code in one line;
         replace_surrogates, for text from outside
 Raises  ConfigError, which names the setting, the file and the fix

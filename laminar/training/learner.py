@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from laminar.config import AlgorithmConfig, Config, ConfigError
-from laminar.run.user_import import UserFunction
+from laminar.run.user_code import UserFunction
 from laminar.training.algorithms.advantages import Estimator, with_penalties
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.algorithms.policy_losses import PolicyLoss

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from laminar.config import Config, ConfigError, WeightedFunctionConfig
-from laminar.run.user_import import SUFFIX
+from laminar.run.user_code import SUFFIX
 from laminar.tasks.data.prompts import ANSWER_KEYS, PromptRow, columns_of, from_plain
 from laminar.tasks.rewards import results
 from laminar.tasks.rewards.builtin_scorers import dataset_scorer, exact_scorer, math_scorer

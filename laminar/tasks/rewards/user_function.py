@@ -22,8 +22,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from laminar.config import ConfigError
+from laminar.run.user_code import import_file
 from laminar.run.user_file import describe_error
-from laminar.run.user_import import import_file
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.rewards.results import (
     Extras,

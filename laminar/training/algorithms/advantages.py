@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.config import AlgorithmConfig, Config, ConfigError
-from laminar.run.user_import import UserFunction, load_user_function
+from laminar.run.user_code import UserFunction, load_user_function
 from laminar.training.steps import TrainSample
 
 STD_EPSILON = 1e-6  #: added to the standard deviation; verl's

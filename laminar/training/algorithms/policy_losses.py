@@ -31,7 +31,7 @@ from torch import Tensor
 
 from laminar.config import AlgorithmConfig, ConfigError
 from laminar.config.algorithm_rules import LOSS_OPTIONS, OWN_AGGREGATION
-from laminar.run.user_import import UserFunction, load_user_function
+from laminar.run.user_code import UserFunction, load_user_function
 from laminar.training.algorithms.loss_terms import clamped_log_ratio, segment_sums
 
 MAX_LOG_SEQUENCE_RATIO = 10.0  #: verl's bound for gspo
