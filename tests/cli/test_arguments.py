@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 
 import pytest
 
-from laminar.cli.commands import build_parser, run_command
+from laminar.cli.commands import COMMANDS, build_parser, run_command
 from laminar.config import ConfigError, load_config
 from laminar.names import exit_codes
 
@@ -111,6 +113,19 @@ def test_a_mistake_is_one_sentence(
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and said[0].startswith("laminar: "), said
     assert all(word in said[0] for word in words), said[0]
+
+
+def test_a_command_loads_its_module_only() -> None:
+    """The list of commands is at once there; each is a module that registers its name."""
+    code = (
+        "import sys; from laminar.cli.commands import COMMANDS, build_parser; build_parser();"
+        "print(*{'numpy', 'rich', 'asyncio', 'laminar.launch.train'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [], "imported for a list of commands"
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            build_parser().parse_args([name, "--help"])
 
 
 def test_help_tells_how_settings_are_given(capsys: pytest.CaptureFixture[str]) -> None:
