@@ -26,6 +26,9 @@ WORDS_MAX = 64 << 10  #: bytes
 def main() -> int:
     found = json.loads(sys.argv[1])
     seeds = {kind: prestart_child(Needs(*need)) for kind, need in found.items()}
+    for need in found.values():
+        for fd in Needs(*need).descriptors:
+            os.close(fd)
     with socket.socket(fileno=os.dup(0)) as starter:
         message, fds, _, _ = socket.recv_fds(starter, WORDS_MAX, 1)
     if not message:  # the warm processes end with this process

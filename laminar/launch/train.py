@@ -75,7 +75,8 @@ def run_training(
     with contextlib.ExitStack() as ends:
         early = _prefork_nodes(config, ends) if starts else []
         machines = 1 if arguments.prepare else config.run.nodes
-        plan, found = plan_run(config, run_dir, arguments, forked, console, machines)
+        look = early[0].look_at_data if early and not config.is_emulated else look_at_data
+        plan, found = plan_run(config, run_dir, arguments, forked, console, machines, look)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
             return _end_dry_run(run_dir, arguments, console)
@@ -126,16 +127,18 @@ def plan_run(
     forked: ForkStart | None,
     console: Terminal,
     machines: int,
+    look: Callable[[Config, str], RunPlan] = look_at_data,
 ) -> tuple[RunPlan, dict[str, str]]:
     """Show the plan; return it with its warnings; raise ConfigError if the run cannot start.
 
     `machines`: number of the run's machines that are this machine; with 0 it is not checked.
+    `look`: look_at_data, or a function that has another process do the same.
     """
     places = check_memory(config, machines) if machines else []
     asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
         known = resume_check.find_data_digest(run_dir) if arguments.resume else ""
-        plan = look_at_data(config, known)
+        plan = look(config, known)
         if arguments.resume:
             resume_check.check_unchanged(directory.run_config(run_dir), plan.config)
             resume_check.check_data(run_dir, known, plan.data_digest)
