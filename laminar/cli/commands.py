@@ -16,7 +16,7 @@ from laminar.cli.arguments import CommandParser
 from laminar.launch.exit_handling import exit_code
 from laminar.names.version import __version__
 
-COMMANDS = {
+COMMANDS = {  # by module of laminar.cli, in the order of `laminar --help`
     "quickstart": "train the small model that comes with Laminar; two minutes",
     "init": "write a config, a reward and ten prompts",
     "train": "run everything on this machine",
@@ -36,7 +36,6 @@ COMMANDS = {
     "report": "write a page with figures, charts and samples of runs",
     "retrain": "repeat the training of a run from its log, and compare the weights of every step",
 }
-"""Modules of laminar.cli and what their commands do, in the order of `laminar --help`."""
 
 
 class LazyCommand(CommandParser):

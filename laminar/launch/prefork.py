@@ -5,8 +5,9 @@ Starts  python -m laminar.cli.prefork_node
 Writes  the words of a laminar-node to each, with the lock of the run's directory
 
 The actors and the checks of model and data need the same imports, which take seconds. So a fork of
-the process that has done them for the actors makes these checks; this process, if there is none. If
-the checks find a mistake, the processes are ended; they have written nothing.
+the process that has done them for the actors makes these checks, or this process if that is gone,
+and the rows of a dataset are made here meanwhile. If the checks find a mistake, the processes are
+ended; they have written nothing.
 """
 
 from __future__ import annotations
@@ -17,32 +18,20 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from laminar.actors.system.roles import COMMON, Needs, collect_needs
 from laminar.config import Config, ConfigError
 from laminar.engines.environment import visible_gpus
 from laminar.launch.preflight import RunPlan, look_at_data
-from laminar.run.child_channel import BlockingChannel, ChildLost, Refused
-
-
-class CheckRequest(msgspec.Struct, tag="check", frozen=True):
-    """The arguments of look_at_data."""
-
-    config: Config
-    known_digest: str
-
-
-class Checked(msgspec.Struct, tag="checked", frozen=True):
-    plan: RunPlan
+from laminar.run.child_channel import BlockingChannel, Refused
+from laminar.tasks.data.prompts import PromptSet, load_prompts
 
 
 def answer_check(fd: int) -> None:
     """Make the checks that the process at the other end of this channel asks for, if it does."""
     channel = BlockingChannel(socket.socket(fileno=fd))
-    if (request := channel.receive(CheckRequest)) is not None:
+    if request := channel.receive(tuple[Config, str, PromptSet | None]):
         with channel.refuse_errors():
-            channel.send_last(Checked(look_at_data(request.config, request.known_digest)))
+            channel.send_last([look_at_data(*request)])
 
 
 class PreforkedNode:
@@ -53,29 +42,29 @@ class PreforkedNode:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._checks, checks = socket.socketpair()
         needs = collect_needs(roles, config, gpus=bool(visible_gpus()))
-        if warm := needs.get(COMMON):
-            call = f"{__name__}:{answer_check.__name__}:{checks.fileno()}"
-            needs[COMMON] = Needs([*warm.modules, call], warm.environment, [checks.fileno()])
+        fds = [checks.fileno()] if COMMON in needs else []  # else both ends are closed
+        if fds:
+            need, call = needs[COMMON], f"{__name__}:{answer_check.__name__}:{fds[0]}"
+            needs[COMMON] = Needs([*need.modules, call], need.environment, fds)
         with theirs, checks:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", "laminar.cli.prefork_node", json.dumps(needs)],
                 stdin=theirs.fileno(),
-                pass_fds=[checks.fileno()],
+                pass_fds=fds,
                 start_new_session=True,
             )
         self._given = False
 
-    def look_at_data(self, config: Config, known_digest: str = "") -> RunPlan:
+    def look_at_data(self, config: Config, known: str) -> RunPlan:
         """Return the plan as the function of this name does, which the warm process calls."""
         channel = BlockingChannel(self._checks)
-        channel.send(CheckRequest(config, known_digest))
-        try:
-            reply = channel.receive(Checked | Refused)
-        except ChildLost:  # the package was replaced meanwhile
-            reply = None
+        is_made = bool(config.data.dataset) and not config.is_emulated
+        prompts = load_prompts(config.data, with_columns=bool(config.env.path)) if is_made else None
+        channel.send((config, known, prompts))
+        reply = channel.receive(tuple[RunPlan] | Refused)
         if isinstance(reply, Refused):
             raise ConfigError(reply.reason)
-        return reply.plan if reply is not None else look_at_data(config, known_digest)
+        return reply[0] if reply else look_at_data(config, known, prompts)
 
     def start_node(self, words: Sequence[str], lock_fd: int) -> subprocess.Popen[bytes]:
         """Start the node; its standard input stays open until `close` or this process's end."""

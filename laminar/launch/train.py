@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +27,12 @@ from laminar.coordinator.takeover import ResumeRequest
 from laminar.core.state.failures import Failure, FailureKind
 from laminar.engines.check import probe_vllm
 from laminar.events.base import COORDINATOR
-from laminar.launch import resume_check
+from laminar.launch import preflight, resume_check
 from laminar.launch.env_check import show_resets
 from laminar.launch.exit_handling import print_error
 from laminar.launch.memory_check import check_memory, memory_lines
 from laminar.launch.panel import failed_share
-from laminar.launch.preflight import RunPlan, check_settings, find_idle_gpus, look_at_data
+from laminar.launch.preflight import RunPlan, check_settings, find_idle_gpus
 from laminar.launch.prefork import PreforkedNode
 from laminar.launch.reward_check import show_trial
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args
@@ -75,8 +75,7 @@ def run_training(
     with contextlib.ExitStack() as ends:
         early = _prefork_nodes(config, ends) if starts else []
         machines = 1 if arguments.prepare else config.run.nodes
-        look = early[0].look_at_data if early and not config.is_emulated else look_at_data
-        plan, found = plan_run(config, run_dir, arguments, forked, console, machines, look)
+        plan, found = plan_run(config, run_dir, arguments, forked, console, machines, early)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
             return _end_dry_run(run_dir, arguments, console)
@@ -113,11 +112,9 @@ def _end_dry_run(run_dir: Path, arguments: argparse.Namespace, console: Terminal
 
 def _prefork_nodes(config: Config, ends: contextlib.ExitStack) -> list[PreforkedNode]:
     """Start importing nodes, which `ends` closes."""
-    nodes = []
-    for index in range(config.run.nodes):
-        node = PreforkedNode(config, dict(config.processes_on(index)))
-        nodes.append(ends.enter_context(contextlib.closing(node)))
-    return nodes
+    machines = [dict(config.processes_on(index)) for index in range(config.run.nodes)]
+    nodes = (PreforkedNode(config, roles) for roles in machines)
+    return [ends.enter_context(contextlib.closing(node)) for node in nodes]
 
 
 def plan_run(
@@ -127,18 +124,17 @@ def plan_run(
     forked: ForkStart | None,
     console: Terminal,
     machines: int,
-    look: Callable[[Config, str], RunPlan] = look_at_data,
+    early: Sequence[PreforkedNode] = (),
 ) -> tuple[RunPlan, dict[str, str]]:
     """Show the plan; return it with its warnings; raise ConfigError if the run cannot start.
 
     `machines`: number of the run's machines that are this machine; with 0 it is not checked.
-    `look`: look_at_data, or a function that has another process do the same.
     """
     places = check_memory(config, machines) if machines else []
     asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
         known = resume_check.find_data_digest(run_dir) if arguments.resume else ""
-        plan = look(config, known)
+        plan = (early[0] if early else preflight).look_at_data(config, known)
         if arguments.resume:
             resume_check.check_unchanged(directory.run_config(run_dir), plan.config)
             resume_check.check_data(run_dir, known, plan.data_digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from laminar.launch import prefork as early_module
 from laminar.launch.preflight import look_at_data
 from laminar.launch.prefork import PreforkedNode
 from laminar.names import exit_codes
+from laminar.tasks.data.prompts import load_prompts
 
 DEADLINE_S = 60.0
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -81,7 +83,7 @@ def test_its_warm_process_makes_the_checks(
         expected = str(error)
     monkeypatch.delattr(early_module, "look_at_data")
     try:
-        found: object = early.look_at_data(config)
+        found: object = early.look_at_data(config, "")
     except ConfigError as error:
         found = str(error)
     assert found == expected and isinstance(expected, str) == bool(words)
@@ -92,5 +94,8 @@ def test_the_checks_are_made_here_without_its_warm_process(
 ) -> None:
     monkeypatch.setattr(early_module, "look_at_data", lambda *arguments: arguments)
     warm_process(early._process.pid).kill()
-    config = load_config([QUICKSTART], [])
-    assert early.look_at_data(config, "digest") == (config, "digest")
+    config = load_config([QUICKSTART], ["data.dataset_size=200"])
+    assert early.look_at_data(config, "digest") == (config, "digest", load_prompts(config.data))
+    emulated = load_config([], ["rollout.engine=emulated"])  # has no process with these imports
+    with contextlib.closing(PreforkedNode(emulated, [])) as node:
+        assert node.look_at_data(emulated, "") == (emulated, "", None)

@@ -46,7 +46,7 @@ class Needs(NamedTuple):
 
     modules: list[str]
     environment: dict[str, str]  #: lower priority than the user's variables
-    descriptors: Sequence[int] = ()  #: of the calls among the modules
+    fds: Sequence[int] = ()  #: of the calls among the modules
 
 
 def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Needs]:

@@ -46,8 +46,7 @@ def prestart_child(needs: Needs) -> Spawned:
     environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
     module = "laminar.actors.system.warm_process"
     environment |= OWN_ENVIRONMENT
-    fds = needs.descriptors
-    return spawn_child(module, "", *needs.modules, environment=environment, descriptors=fds)
+    return spawn_child(module, "", *needs.modules, environment=environment, descriptors=needs.fds)
 
 
 class WarmProcess:

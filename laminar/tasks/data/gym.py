@@ -2,8 +2,7 @@
 
 Gives   DATASETS, create_dataset, DatasetSpec, extract_answer of reasoning_gym
 
-Only two datasets use cellpylib, which imports matplotlib, so it is loaded at its first use. Import
-this module inside of functions: half a second is for processes that have such a dataset.
+Only two datasets use cellpylib, which imports matplotlib, so it is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -13,22 +12,17 @@ import sys
 from types import ModuleType
 from typing import Any
 
-DELAYED = "cellpylib"
+_late = ModuleType("cellpylib")
 
 
-def _delay_import() -> None:
-    late = sys.modules[DELAYED] = ModuleType(DELAYED)
-
-    def load_attribute(name: str) -> Any:
-        if sys.modules.get(DELAYED) is late:
-            del sys.modules[DELAYED]
-        return getattr(importlib.import_module(DELAYED), name)
-
-    late.__getattr__ = load_attribute  # type: ignore[method-assign]
+def _load_attribute(name: str) -> Any:
+    if sys.modules.get("cellpylib") is _late:
+        del sys.modules["cellpylib"]
+    return getattr(importlib.import_module("cellpylib"), name)
 
 
-if DELAYED not in sys.modules:
-    _delay_import()
+_late.__getattr__ = _load_attribute  # type: ignore[method-assign]
+sys.modules.setdefault("cellpylib", _late)
 
 from reasoning_gym.composite import DatasetSpec as DatasetSpec  # noqa: E402
 from reasoning_gym.factory import DATASETS as DATASETS  # noqa: E402
