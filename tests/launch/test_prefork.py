@@ -96,6 +96,7 @@ def test_the_checks_are_made_here_without_its_warm_process(
     warm_process(early._process.pid).kill()
     config = load_config([QUICKSTART], ["data.dataset_size=200"])
     assert early.look_at_data(config, "digest") == (config, "digest", load_prompts(config.data))
-    emulated = load_config([], ["rollout.engine=emulated"])  # has no process with these imports
-    with contextlib.closing(PreforkedNode(emulated, [])) as node:
-        assert node.look_at_data(emulated, "") == (emulated, "", None)
+    monkeypatch.undo()
+    emulated = load_config([], ["rollout.engine=emulated"])
+    with contextlib.closing(PreforkedNode(emulated, ["store"])) as node:  # no process imports torch
+        assert node.look_at_data(emulated, "") == look_at_data(emulated)

@@ -21,6 +21,7 @@ mkdir -p "$root/usr/src/laminar"
 for name in laminar configs requirements tools pyproject.toml README.md LICENSE; do
   cp -a "$checkout/$name" "$root/usr/src/laminar"
 done
+echo "127.0.0.1 localhost $(hostname)" >"$root/etc/hosts" # as a container has it
 mount -t proc proc "$root/proc"
 mount -t tmpfs tmpfs "$root/dev/shm"
 for links in ${PIP_FIND_LINKS:-}; do

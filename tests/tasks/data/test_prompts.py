@@ -71,13 +71,11 @@ def test_dataset_settings_reach_the_dataset():
 
 def test_matplotlib_is_imported_for_the_datasets_that_need_it():
     code = (
-        "import sys; from laminar.tasks.data.gym import DATASETS, create_dataset;"
-        "print('matplotlib' in sys.modules);"
-        "items = [create_dataset('game_of_life', size=1, seed=seed) for seed in (1, 2)];"
-        "print(*(data.score_answer(data[0]['answer'], data[0]) for data in items))"
+        "import sys; from laminar.tasks.data.gym import create_dataset as make;"
+        "print('matplotlib' in sys.modules, len([*make('game_of_life', size=2, seed=1)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "1.0", "1.0"]
+    assert done.stdout.split() == ["False", "2"]
 
 
 def test_a_composite_dataset_names_the_source_of_each_item():
