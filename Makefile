@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel docs test smoke test-all test-slurm test-vllm test-agents test-notebook resolve lint format setup clean
+.PHONY: help quickstart wheel release docs test smoke test-all test-slurm test-vllm test-agents test-notebook resolve lock lint format setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,18 +15,22 @@ help:
 	@echo "make test-agents  set up OpenEnv and SkyRL-Gym in .venv-agents, then run the environments of docs/agents.md"
 	@echo "make test-notebook  run docs/quickstart.ipynb in a new environment with the wheel"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
+	@echo "make release      the wheel, with a run of it, and the command that uploads it"
 	@echo "make docs         set up mkdocs in .venv-docs, then build the documentation site in build/site"
 	@echo "make lint         ruff, mypy --strict, import contracts"
 	@echo "make format       let ruff mend and format the code"
 
 setup: .venv/.installed
 
+# The packages of a dependency group; `pip install --group` is newer than the pip of Python 3.11.
+GROUP = $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["$(1)"])'
+
 # Compile bytecode on all cores, since pip uses one; errors of files that are not code are ignored.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Laminar needs Python 3.11 or newer, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11 ...")'
 	@echo "Setting up .venv (about two minutes the first time) ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e . $$($(call GROUP,dev))
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	@touch $@
 
@@ -107,11 +111,26 @@ test-notebook: wheel
 	-r requirements/notebook.txt "$$(ls -t dist/laminar_rl-*.whl | head -1)"
 	cd $(NOTEBOOK) && PATH="$$PWD/.venv/bin:$$PATH" jupyter execute --inplace --timeout=600 quickstart.ipynb
 
-# dist/laminar_rl-VERSION-py3-none-any.whl, which holds the quickstart's config and model.
-wheel: setup
-	@rm -rf build/lib
+# dist/laminar_rl-VERSION-py3-none-any.whl, which holds the quickstart's config and model, with metadata that a
+# package index accepts.
+wheel: setup .venv-release/.installed
+	@rm -rf build/lib dist
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
-	@ls dist/laminar_rl-*.whl
+	@.venv-release/bin/python -m twine check --strict dist/laminar_rl-*.whl
+
+.venv-release/.installed: requirements/release.txt
+	@$(PYTHON) -m venv .venv-release
+	@.venv-release/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/release.txt
+	@touch $@
+
+# Build and check what would be uploaded, from a commit, and print the command that uploads it.
+release: setup
+	@[ -z "$$(git status --porcelain)" ] || { echo "release: commit or remove these first:" >&2; git status --short >&2; exit 2; }
+	@$(MAKE) --no-print-directory wheel
+	$(BIN)/python -m pytest -q -m "long or not long" tests/test_packages.py
+	@echo "Nothing is uploaded. After bash .ci/run: git tag v$$($(VERSION)) && git push origin v$$($(VERSION)) && .venv-release/bin/python -m twine upload dist/*"
+
+VERSION = $(BIN)/python -c 'from laminar import __version__; print(__version__)'
 
 # The documentation site; every broken link or anchor is an error. To read it with its search:
 # python3 -m http.server -d build/site
@@ -121,20 +140,15 @@ docs: .venv-docs/.installed
 .venv-docs/.installed: pyproject.toml constraints.txt
 	@[ -d .venv-docs ] || echo "Setting up .venv-docs (half a minute the first time) ..."
 	@$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt $$($(PYTHON) -c '$(DOCS_EXTRA)')
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt $$($(call GROUP,docs))
 	@touch $@
 
-# The packages of the extra `docs`, without those of Laminar, which the site does not need.
-DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
-
-# Resolve the extra `vllm` under the pins, from metadata alone; skipped without uv or an index.
-RESOLVE := $(BIN)/python -m uv pip compile --quiet pyproject.toml --extra vllm -c constraints.txt
-resolve: setup
+# Resolve requirements/*.lock again, from metadata alone; skipped without uv or an index. `make lock`
+# writes them.
+resolve lock: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv || \
 	{ echo "skipped: uv cannot be installed here (pip gives the reason above)"; exit 0; }; \
-	for version in 3.11 3.12 3.13; do \
-	if said=$$($(RESOLVE) --python-version $$version 2>&1 >/dev/null); then echo "resolved for Python $$version"; \
-	else echo "$$said" >&2; case "$$said" in *"Failed to fetch"*) echo "skipped: no package index"; exit 0;; esac; exit 1; fi; done
+	requirements/lock.sh "$(BIN)/python -m uv" $(if $(filter resolve,$@),--check)
 
 # All tools run, so that one call shows every complaint.
 lint: setup
@@ -146,4 +160,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-docs build dist *.egg-info
+	rm -rf .venv .venv-vllm .venv-agents .venv-docs .venv-release build dist *.egg-info

@@ -64,16 +64,13 @@ for log in manifest():  # from before the key, with the digests that they have
 == cli-command 2
 @ laminar/cli/greet.py
 +def add_parser(subparsers):
-+    subparsers.add_parser("greet", help="say hello").set_defaults(function=run_greet)
++    subparsers.add_parser("greet").set_defaults(function=run_greet)
 +def run_greet(arguments):
 +    print("Hello")
 +    return 7
 @ laminar/cli/commands.py
-     fork,
-+    greet,
-@ laminar/cli/commands.py
--        tail, scale, stop, clean, samples, log, audit, report, retrain, export,
-+        tail, scale, stop, clean, samples, log, audit, report, retrain, export, greet,
+     "clean": "remove the shared memory of killed runs",
++    "greet": "say hello",
 
 from tests.run.conftest import laminar
 done = laminar("greet")

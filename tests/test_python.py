@@ -49,6 +49,10 @@ def test_import_loads_nothing_and_reading_a_run_no_framework(run_dir: Path) -> N
     read = f"r = laminar.open_run({str(run_dir)!r}); r.summary, r.metrics, r.config, r.samples()"
     found = {*fresh(f"import laminar; {read}; {loaded}")}
     assert not {*HEAVY} & found and "pyarrow" in found
+    commands = fresh(f"from laminar.cli.commands import build_parser as b; b(); {loaded}")
+    assert not {*HEAVY, "numpy", "rich", "asyncio"} & {*commands}, "for `laminar --help`"
+    gym = fresh(f"from laminar.tasks.data.gym import create_dataset; {loaded}")
+    assert "matplotlib" not in gym and "reasoning_gym" in gym
 
 
 def test_a_run_gives_its_tables(run_dir: Path) -> None:

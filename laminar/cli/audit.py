@@ -12,9 +12,7 @@ from laminar.launch.emulated_note import list_notes
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "audit", help="check that the records of coordinator, store and trainer agree"
-    )
+    parser = subparsers.add_parser("audit")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.set_defaults(function=run_audit)
 

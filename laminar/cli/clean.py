@@ -15,7 +15,7 @@ from laminar.weights.arena.arena import sweep_arenas
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("clean", help="remove the shared memory of killed runs")
+    parser = subparsers.add_parser("clean")
     parser.set_defaults(function=run_clean)
 
 

@@ -7,34 +7,51 @@ Gives   the exit code
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-from laminar.cli import (
-    audit,
-    clean,
-    doctor,
-    export,
-    fork,
-    init,
-    log,
-    plan,
-    ps,
-    quickstart,
-    report,
-    retrain,
-    samples,
-    scale,
-    serve,
-    stop,
-    submit,
-    tail,
-    train,
-    watch,
-)
 from laminar.cli.arguments import CommandParser
 from laminar.launch.exit_handling import exit_code
 from laminar.names.version import __version__
+
+COMMANDS = {  # by module of laminar.cli, in the order of `laminar --help`
+    "quickstart": "train the small model that comes with Laminar; two minutes",
+    "init": "write a config, a reward and ten prompts",
+    "plan": "show whether a run fits, here or on GPUs that you name, and its best layouts",
+    "train": "run everything on this machine",
+    "fork": "start a new run from a checkpoint of another",
+    "doctor": "check this machine, and the cluster, for a run",
+    "submit": "run on a Slurm cluster, as jobs",
+    "serve": "run one machine's part of a prepared run, as a batch system does",
+    "watch": "show the progress of a run that was started elsewhere; Ctrl-C does not stop it",
+    "ps": "show the processes of a run, or all live runs",
+    "tail": "show the last lines of the logs of a run's processes, and follow them",
+    "scale": "change how many rollout machines a run on Slurm has",
+    "stop": "end a run gracefully, and wait for it",
+    "clean": "remove the shared memory of killed runs",
+    "samples": "read what the model wrote: prompts, responses, rewards",
+    "log": "replay and read the event log of a run",
+    "audit": "check that the records of coordinator, store and trainer agree",
+    "report": "write a page with figures, charts and samples of runs",
+    "retrain": "repeat the training of a run from its log, and compare the weights of every step",
+    "export": "write the model of a run to serve or upload, with a model card",
+}
+
+
+class LazyCommand(CommandParser):
+    """Parser of one command, which imports its module only to parse its words."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        program, name = self.prog.split()
+        made = CommandParser(prog=program).add_subparsers()
+        importlib.import_module(f"laminar.cli.{name}").add_parser(made)
+        parser: CommandParser = made.choices[name]
+        parser.description = parser.description or COMMANDS[name]
+        return parser.parse_known_args(args, namespace)
 
 
 def build_parser() -> CommandParser:
@@ -42,12 +59,9 @@ def build_parser() -> CommandParser:
         prog="laminar", description="Asynchronous RL post-training of language models."
     )
     made.add_argument("--version", action="version", version=f"laminar {__version__}")
-    subparsers = made.add_subparsers(required=True, metavar="COMMAND")
-    for module in (
-        quickstart, init, plan, train, fork, doctor, submit, serve, watch, ps,
-        tail, scale, stop, clean, samples, log, audit, report, retrain, export,
-    ):  # fmt: skip
-        module.add_parser(subparsers)
+    subparsers = made.add_subparsers(required=True, metavar="COMMAND", parser_class=LazyCommand)
+    for name, text in COMMANDS.items():
+        subparsers.add_parser(name, help=text)
     return made
 
 

@@ -62,8 +62,7 @@ RESTART_HINT = "choose another run.output_dir, or mount its file system with the
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "check this machine, and the cluster, for a run"
-    parser = subparsers.add_parser("doctor", help=text, description=text)
+    parser = subparsers.add_parser("doctor")
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
     parser.add_argument("--pair", type=Path, default=None, help=argparse.SUPPRESS)
     take_train_settings(parser)

@@ -10,14 +10,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from laminar.launch.model_export import export_model
 from laminar.names import exit_codes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "write the model of a run to serve or upload, with a model card"
-    parser = subparsers.add_parser("export", help=text, description=text)
+    parser = subparsers.add_parser("export")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--to", type=Path, metavar="DIR", required=True, help="a new directory")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
@@ -28,8 +28,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    from laminar.launch.model_export import export_model
-
     names = export_model(
         arguments.run,
         arguments.to,

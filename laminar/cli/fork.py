@@ -49,8 +49,7 @@ from laminar.training.trainer_state import CheckpointError, decode
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "start a new run from a checkpoint of another"
-    parser = subparsers.add_parser("fork", help=text, description=text)
+    parser = subparsers.add_parser("fork")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--at-step", type=int, metavar="N", required=True)
     add_ways(parser)

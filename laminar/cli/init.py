@@ -89,7 +89,7 @@ QUICKSTART_MODEL = CONFIGS / "models" / "spell-0.6m"
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("init", help="write a config, a reward and ten prompts")
+    parser = subparsers.add_parser("init")
     parser.add_argument("directory", type=Path, metavar="DIR", help="created if missing")
     parser.add_argument("--recipe", metavar="NAME", help=f"copy a recipe: {', '.join(RECIPES)}")
     text = "a directory with its config.json, or a name on the hub; planned for --gpus"

@@ -32,7 +32,7 @@ TRACE_FILE = "trace.json"
 
 
 def add_parser(subparsers: Any) -> None:
-    log = subparsers.add_parser("log", help="replay and read the event log of a run")
+    log = subparsers.add_parser("log")
     commands = log.add_subparsers(required=True, metavar="COMMAND")
 
     _add_records(commands)

@@ -26,8 +26,7 @@ from laminar.names import exit_codes
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "show whether a run fits, here or on GPUs that you name, and its best layouts"
-    parser = subparsers.add_parser("plan", help=text, description=text)
+    parser = subparsers.add_parser("plan")
     parser.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
     add_machine(parser)
     parser.take_settings()

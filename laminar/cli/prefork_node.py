@@ -16,7 +16,6 @@ import sys
 
 from laminar.actors.system.roles import Needs
 from laminar.actors.system.warm import prestart_child
-from laminar.cli import node
 from laminar.launch.exit_handling import exit_code
 from laminar.names import exit_codes
 
@@ -26,6 +25,10 @@ WORDS_MAX = 64 << 10  #: bytes
 def main() -> int:
     found = json.loads(sys.argv[1])
     seeds = {kind: prestart_child(Needs(*need)) for kind, need in found.items()}
+    for fd in (fd for need in found.values() for fd in Needs(*need).fds):
+        os.close(fd)
+    from laminar.cli import node  # after the start of what takes longest
+
     with socket.socket(fileno=os.dup(0)) as starter:
         message, fds, _, _ = socket.recv_fds(starter, WORDS_MAX, 1)
     if not message:  # the warm processes end with this process

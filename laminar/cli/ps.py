@@ -30,8 +30,7 @@ COMMANDS = ("stop",)
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "show the processes of a run, or all live runs"
-    parser = subparsers.add_parser("ps", help=text, description=text)
+    parser = subparsers.add_parser("ps")
     parser.add_argument(
         "run",
         type=Path,

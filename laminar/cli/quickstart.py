@@ -13,9 +13,7 @@ from laminar.cli.train import add_ways, run_train, take_train_settings
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "quickstart", help="train the small model that comes with Laminar; two minutes"
-    )
+    parser = subparsers.add_parser("quickstart")
     add_ways(parser)
     take_train_settings(parser)
     parser.set_defaults(function=run_train, config=[QUICKSTART_CONFIG], resume=None, move_old=True)

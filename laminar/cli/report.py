@@ -25,8 +25,7 @@ SHARES_SHOWN = 3  #: time shares of a process, the largest first
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "write a page with figures, charts and samples of runs"
-    parser = subparsers.add_parser("report", help=text, description=text)
+    parser = subparsers.add_parser("report")
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="run directory; several: side by side"
     )

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "repeat the training of a run from its log, and compare the weights of every step"
-    parser = subparsers.add_parser("retrain", help=text, description=text)
+    parser = subparsers.add_parser("retrain")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.set_defaults(function=run_retrain)
 

@@ -26,10 +26,7 @@ SHOWN = 10  #: number of samples printed as text by default
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "read what the model wrote: prompts, responses, rewards"
-    parser = subparsers.add_parser(
-        "samples", help=text, description=f"{text}. By default, training samples, latest first."
-    )
+    parser = subparsers.add_parser("samples", epilog="By default, training samples, latest first.")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=parse_positive, metavar="N", help="samples trained by step N")

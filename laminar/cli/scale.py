@@ -29,8 +29,7 @@ from laminar.run.directory import run_config
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "change how many rollout machines a run on Slurm has"
-    parser = subparsers.add_parser("scale", help=text, description=text)
+    parser = subparsers.add_parser("scale")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--rollouts",

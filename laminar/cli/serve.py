@@ -59,8 +59,7 @@ STAND_BY_POLL_S = 1.0  #: poll interval, well below the time for which nodes wai
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "run one machine's part of a prepared run, as a batch system does"
-    parser = subparsers.add_parser("serve", help=text, description=text)
+    parser = subparsers.add_parser("serve")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--node",

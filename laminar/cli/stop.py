@@ -56,7 +56,7 @@ _NAME = "stop"
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("stop", help="end a run gracefully, and wait for it")
+    parser = subparsers.add_parser("stop")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(

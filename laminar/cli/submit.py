@@ -48,8 +48,7 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")  #: file systems that other
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "run on a Slurm cluster, as jobs"
-    parser = subparsers.add_parser("submit", help=text, description=text)
+    parser = subparsers.add_parser("submit")
     add_sources(parser)
     text = "show the plan and the batch scripts, submit nothing"
     parser.add_argument("--print", action="store_true", help=text)

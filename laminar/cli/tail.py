@@ -41,8 +41,7 @@ class PrintedLine(NamedTuple):
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "show the last lines of the logs of a run's processes, and follow them"
-    parser = subparsers.add_parser("tail", help=text, description=text)
+    parser = subparsers.add_parser("tail")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only of these, such as trainer-0 or 'rollout-*'"

@@ -19,7 +19,7 @@ from laminar.launch.train import place_of, run_training
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("train", help="run everything on this machine")
+    parser = subparsers.add_parser("train")
     add_sources(parser)
     add_ways(parser)
     take_train_settings(parser)

@@ -33,8 +33,7 @@ ALIVE_S = 2.0  #: interval of the check for live processes of the run
 
 
 def add_parser(subparsers: Any) -> None:
-    text = "show the progress of a run that was started elsewhere; Ctrl-C does not stop it"
-    parser = subparsers.add_parser("watch", help=text, description=text)
+    parser = subparsers.add_parser("watch")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.set_defaults(function=run_watch)
 

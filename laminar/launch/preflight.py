@@ -45,7 +45,7 @@ from laminar.observe.wandb_run import check_wandb
 from laminar.tasks.data.chat import Tools, check_prompts, encode_prompt, has_template, warn_turn_end
 from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.hub import localize_config
-from laminar.tasks.data.prompts import PromptRow, load_prompts
+from laminar.tasks.data.prompts import PromptRow, PromptSet, load_prompts
 from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
 from laminar.tasks.environments.renderer import Renderer
 from laminar.tasks.environments.tool_calls import CallParser
@@ -117,23 +117,25 @@ def check_machine(config: Config) -> None:
         check_devices(config)
 
 
-def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
+def look_at_data(config: Config, known: str = "", prompts: PromptSet | None = None) -> RunPlan:
     """Check all of the data, the tokenizer and the reward, without writing; return the plan.
 
-    `known_digest`: of the data with which a resumed run began.
+    `known`: digest of the data of the resumed run. `prompts`: the data, if loaded.
     """
     if config.is_emulated:
         return emulated_plan(config)
     spec, tokenizer = reward_spec(config), load_tokenizer(config.model.name)
-    _check_files(config, tokenizer)
+    from laminar.training.model.policy import check_files  # imports torch, as tokenizers do
+
+    check_tokenizer(config.model.name, tokenizer)
+    check_files(config)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
-    prompts = load_prompts(config.data, with_columns=bool(config.env.path))
-    prompts, tools = prompts.select_for(known_digest), decode_tools(config.env)
+    prompts = prompts or load_prompts(config.data, with_columns=bool(config.env.path))
+    prompts, tools = prompts.select_for(known), decode_tools(config.env)
     if not scores_itself:
         check_rows(spec, [*prompts.train, *prompts.held_out])
     _check_longest_prompts(config, tokenizer, prompts.train, tools)
-    first = prompts.train[0]
-    ids = encode_prompt(tokenizer, first, config.data, tools)
+    ids = encode_prompt(tokenizer, first := prompts.train[0], config.data, tools)
     config = replace_keys(config, {"reward.scope": spec.scope})
     ends = end_ids(config.model.name, tokenizer)
     return RunPlan(
@@ -155,10 +157,8 @@ def look_at_data(config: Config, known_digest: str = "") -> RunPlan:
         ),
         resets=prompts.train[:ROWS] if config.env.path else [],
         data_digest=prompts.digest,
-        warnings={
-            **row_warnings(tokenizer, prompts, spec, config.data),
-            **warn_turn_end(tokenizer, config.data, sorted(ends)),
-        },
+        warnings=row_warnings(tokenizer, prompts, spec, config.data)
+        | warn_turn_end(tokenizer, config.data, sorted(ends)),
     )
 
 
@@ -348,13 +348,6 @@ def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
             f"embedding in the weight files has {rows} rows; save the model again after "
             f"resize_token_embeddings({largest + 1}), or remove the token from tokenizer.json"
         )
-
-
-def _check_files(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    from laminar.training.model.policy import check_files  # imports torch, as tokenizers do
-
-    check_tokenizer(config.model.name, tokenizer)
-    check_files(config)
 
 
 def run_size(config: Config) -> int:

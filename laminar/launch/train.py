@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +27,13 @@ from laminar.coordinator.takeover import ResumeRequest
 from laminar.core.state.failures import Failure, FailureKind
 from laminar.engines.check import probe_vllm
 from laminar.events.base import COORDINATOR
-from laminar.launch import resume_check
+from laminar.launch import preflight, resume_check
 from laminar.launch.env_check import show_resets
 from laminar.launch.exit_handling import print_error
 from laminar.launch.layouts import layout_lines, list_layouts
 from laminar.launch.memory_check import check_memory, estimate_memory, memory_lines, this_machine
 from laminar.launch.panel import failed_share
-from laminar.launch.preflight import RunPlan, check_settings, find_idle_gpus, look_at_data
+from laminar.launch.preflight import RunPlan, check_settings, find_idle_gpus
 from laminar.launch.prefork import PreforkedNode
 from laminar.launch.reward_check import show_trial
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args
@@ -81,7 +81,7 @@ def run_training(
     with contextlib.ExitStack() as ends:
         early = _prefork_nodes(config, ends) if starts else []
         machines = 1 if arguments.prepare else config.run.nodes
-        plan, found = plan_run(config, run_dir, arguments, files, console, machines)
+        plan, found = plan_run(config, run_dir, arguments, files, console, machines, early)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
             return _end_dry_run(run_dir, arguments, console)
@@ -116,11 +116,9 @@ def _end_dry_run(run_dir: Path, arguments: argparse.Namespace, console: Terminal
 
 def _prefork_nodes(config: Config, ends: contextlib.ExitStack) -> list[PreforkedNode]:
     """Start importing nodes, which `ends` closes."""
-    nodes = []
-    for index in range(config.run.nodes):
-        node = PreforkedNode(config, dict(config.processes_on(index)))
-        nodes.append(ends.enter_context(contextlib.closing(node)))
-    return nodes
+    machines = [dict(config.processes_on(index)) for index in range(config.run.nodes)]
+    nodes = (PreforkedNode(config, roles) for roles in machines)
+    return [ends.enter_context(contextlib.closing(node)) for node in nodes]
 
 
 def plan_run(
@@ -130,6 +128,7 @@ def plan_run(
     files: StartFiles | None,
     console: Terminal,
     machines: int,
+    early: Sequence[PreforkedNode] = (),
 ) -> tuple[RunPlan, dict[str, str]]:
     """Show the plan; return it with its warnings; raise ConfigError if the run cannot start.
 
@@ -139,7 +138,7 @@ def plan_run(
     asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
         known = resume_check.find_data_digest(run_dir) if arguments.resume else ""
-        plan = look_at_data(config, known)
+        plan = (early[0] if early else preflight).look_at_data(config, known)
         if arguments.resume:
             resume_check.check_unchanged(directory.run_config(run_dir), plan.config)
             resume_check.check_data(run_dir, known, plan.data_digest)

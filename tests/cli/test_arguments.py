@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from laminar.cli.commands import build_parser, run_command
+from laminar.cli.commands import COMMANDS, build_parser, run_command
 from laminar.config import ConfigError, load_config
 from laminar.names import exit_codes
 
@@ -111,6 +111,12 @@ def test_a_mistake_is_one_sentence(
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and said[0].startswith("laminar: "), said
     assert all(word in said[0] for word in words), said[0]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_a_module_with_its_help(name: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        build_parser().parse_args([name, "--help"])
 
 
 def test_help_tells_how_settings_are_given(capsys: pytest.CaptureFixture[str]) -> None:

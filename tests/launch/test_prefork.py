@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterator
@@ -11,12 +12,15 @@ import psutil
 import pytest
 
 from laminar.actors.system.roles import Needs
-from laminar.config import load_config
+from laminar.config import ConfigError, load_config
 from laminar.launch import prefork as early_module
+from laminar.launch.preflight import look_at_data
 from laminar.launch.prefork import PreforkedNode
 from laminar.names import exit_codes
+from laminar.tasks.data.prompts import load_prompts
 
 DEADLINE_S = 60.0
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 
 @pytest.fixture
@@ -65,3 +69,34 @@ def test_it_becomes_a_node_of_the_run_that_it_is_told(early: PreforkedNode, tmp_
     with open(tmp_path / "run.lock", "w") as lock:
         process = early.start_node([str(tmp_path / "no-such-run")], lock.fileno())
         assert process.wait(DEADLINE_S) == exit_codes.USER_ERROR
+
+
+@pytest.mark.parametrize("words", [[], ["data.dataset=nothing"], ["data.max_prompt_length=2"]])
+def test_its_warm_process_makes_the_checks(
+    early: PreforkedNode, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the plan, or the sentence, of the same checks in this process."""
+    config = load_config([QUICKSTART], ["data.dataset_size=200", *words])
+    try:
+        expected: object = look_at_data(config)
+    except ConfigError as error:
+        expected = str(error)
+    monkeypatch.delattr(early_module, "look_at_data")
+    try:
+        found: object = early.look_at_data(config, "")
+    except ConfigError as error:
+        found = str(error)
+    assert found == expected and isinstance(expected, str) == bool(words)
+
+
+def test_the_checks_are_made_here_without_its_warm_process(
+    early: PreforkedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_module, "look_at_data", lambda *arguments: arguments)
+    warm_process(early._process.pid).kill()
+    config = load_config([QUICKSTART], ["data.dataset_size=200"])
+    assert early.look_at_data(config, "digest") == (config, "digest", load_prompts(config.data))
+    monkeypatch.undo()
+    emulated = load_config([], ["rollout.engine=emulated"])
+    with contextlib.closing(PreforkedNode(emulated, ["store"])) as node:  # no process imports torch
+        assert node.look_at_data(emulated, "") == look_at_data(emulated)

@@ -15,11 +15,12 @@ import pytest
 from rich.console import Console
 
 from laminar.cli.commands import build_parser
-from laminar.config import load_config
+from laminar.config import Config, load_config
 from laminar.coordinator.restarts import GiveUp
 from laminar.core.state.failures import FailureKind
 from laminar.launch import supervisor as supervisor_module
 from laminar.launch import train
+from laminar.launch.preflight import RunPlan, look_at_data
 from laminar.launch.prefork import PreforkedNode
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args
 from laminar.launch.train import prepare_directory
@@ -221,6 +222,9 @@ def test_a_run_stopped_before_its_coordinator_leaves_no_directory(
     class NoNode:
         def __init__(self, *arguments: object) -> None:
             pass
+
+        def look_at_data(self, config: Config, known: str) -> RunPlan:
+            return look_at_data(config, known)
 
         def close(self) -> None:
             pass

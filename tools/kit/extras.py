@@ -7,5 +7,5 @@ from importlib.util import find_spec
 import pytest
 
 needs_peft = pytest.mark.skipif(
-    find_spec("peft") is None, reason="needs peft, which .[dev] installs: make setup"
+    find_spec("peft") is None, reason="needs peft, an extra: make setup"
 )

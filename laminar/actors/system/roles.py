@@ -9,7 +9,7 @@ Modules are named, not imported: a node knows what to import and imports none of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,6 +46,7 @@ class Needs(NamedTuple):
 
     modules: list[str]
     environment: dict[str, str]  #: lower priority than the user's variables
+    fds: Sequence[int] = ()  #: of the calls among the modules
 
 
 def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[str, Needs]:
@@ -58,7 +59,7 @@ def collect_needs(roles: Iterable[str], config: Config, *, gpus: bool) -> dict[s
             continue
         need.modules.extend(_ACTORS[role].modules)
         if role == Role.STORE and config.data.dataset:
-            need.modules.append("reasoning_gym.factory")
+            need.modules.append("laminar.tasks.data.gym")
         if role == Role.ROLLOUT:
             need.modules.extend(engine_modules(config, gpus))
             need.environment.update(build_environment(config, gpus))

@@ -45,7 +45,8 @@ def prestart_child(needs: Needs) -> Spawned:
     """
     environment = {"GLIBC_TUNABLES": COPY_TUNABLE, **needs.environment, **os.environ}
     module = "laminar.actors.system.warm_process"
-    return spawn_child(module, "", *needs.modules, environment=environment | OWN_ENVIRONMENT)
+    environment |= OWN_ENVIRONMENT
+    return spawn_child(module, "", *needs.modules, environment=environment, descriptors=needs.fds)
 
 
 class WarmProcess:

@@ -1,12 +1,13 @@
 """A warm process: imports the modules of actors in advance, so that actors are forked from it.
 
-    python -m laminar.actors.system.warm_process FD NODE_PID NOTE MODULE...
+    python -m laminar.actors.system.warm_process FD NODE_PID NOTE [MODULE|MODULE:FUNCTION:FD]...
 
 Reads   Launch messages of its node; each with two descriptors: the actor's standard input and its
         share of the run directory's lock
 Gives   Ready once, then Forked or Refused for each Launch
-Forks   actors, through a process that ends at once: they are children of the node, which sees
-        their ends itself, and die with it. The death of a warm process ends no actor
+Forks   a call of each FUNCTION with its descriptor; then actors, through a process that ends at
+        once: they are children of the node, which sees their ends itself, and die with it. The
+        death of a warm process ends no actor
 
 A fork copies one thread. Locks that another one holds would stay locked in the child, so a process
 with several threads forks nothing. If an import has started threads or initialised CUDA, which no
@@ -66,7 +67,10 @@ def main(fd: str, node_pid: str, note: str, *modules: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the node
     begun = time.monotonic()
     missing = import_all(modules)
-    if reason := find_no_fork_reason():
+    reason = find_no_fork_reason()
+    for call in (name for name in modules if ":" in name):
+        _call_in_fork(call, can_fork=reason is None)
+    if reason:
         if not modules:
             sys.exit(f"the warm process {reason} without any import")
         note = f"importing {', '.join(modules)} {reason}: each actor imports them itself"
@@ -88,10 +92,25 @@ def import_all(modules: Sequence[str]) -> list[str]:
     missing = []
     for name in modules:
         try:
-            importlib.import_module(name)
+            importlib.import_module(name.partition(":")[0])
         except Exception as error:  # a module may raise anything
             missing.append(f"{name}: {type(error).__name__}: {error}"[:500])
     return missing
+
+
+def _call_in_fork(call: str, *, can_fork: bool) -> None:
+    """Call `module:function:descriptor` in a child and wait; a failure closes the descriptor."""
+    module, function, fd = call.split(":")
+    warm, pid = os.getpid(), _try_fork() if can_fork else -1
+    if pid == 0:
+        die_with_parent(warm)
+        try:
+            getattr(sys.modules[module], function)(int(fd))
+        finally:
+            os._exit(exit_codes.FAILED)
+    os.close(int(fd))
+    if pid > 0:
+        os.waitpid(pid, 0)
 
 
 def find_no_fork_reason() -> str | None:

@@ -132,8 +132,7 @@ def _to_canonical_json(value: Any) -> str:
 
 def make_dataset(name: str, config: dict[str, Any], size: int, seed: int) -> Any:
     """Create a reasoning-gym dataset; raise ConfigError for a wrong name or setting."""
-    from reasoning_gym.composite import DatasetSpec  # a second to import: only when needed
-    from reasoning_gym.factory import DATASETS, create_dataset
+    from laminar.tasks.data.gym import DATASETS, DatasetSpec, create_dataset
 
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]

@@ -82,8 +82,8 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
 
 def _model_json(name: str, file: str) -> dict[str, Any] | None:
     """Return the content of a JSON file of the model, or None if there is no such file."""
-    path = Path(name, file) if Path(name).is_dir() else _hub_file(name, file)
-    if path is None or not path.is_file():
+    path = Path(name, file)
+    if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -92,18 +92,3 @@ def _model_json(name: str, file: str) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object; restore the file of the model")
     return content
-
-
-def _hub_file(name: str, file: str) -> Path | None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(hf_hub_download(name, file))
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model {name!r} is neither a directory nor a model of the hub: {reason}"
-        ) from error

@@ -22,7 +22,7 @@ _ONLY_WORDS = re.compile(r"(?:[^\W\d_]|[\s.!?'\"{}$])*")
 
 
 def dataset_scorer(spec: FunctionSpec) -> Callable[[PromptRow, str], Any]:
-    from reasoning_gym.utils import extract_answer
+    from laminar.tasks.data.gym import extract_answer
 
     dataset = make_dataset(spec.dataset, spec.dataset_config, size=1, seed=0)
     return lambda row, text: dataset.score_answer(extract_answer(text), row.columns)

@@ -65,6 +65,8 @@ def test_dataset_settings_reach_the_dataset():
         val_size=0,
     )
     assert {len(row.ground_truth) for row in load_prompts(data).train} == {5}
+    plotting = DataConfig(dataset="game_of_life", dataset_size=2, val_size=0)
+    assert len(load_prompts(plotting).train) == 2
 
 
 def test_a_composite_dataset_names_the_source_of_each_item():
