@@ -7,73 +7,48 @@ Raises  SessionLost if the effects of a call are unknown; EnvironmentFailed if t
 
 Errors that the policy can cause become text for it: a call that cannot be parsed, a tool that
 raises. A call that runs too long is killed, which ends its session and trajectory; the trajectory
-is scored. Errors that the policy cannot cause never become a score: a session whose process is gone
-is restarted if calls are retryable (env.call_semantics) or none was made, and is lost otherwise.
+is scored. Errors that the policy cannot cause never become a score (sessions.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from laminar.config import Config, ConfigError
-from laminar.config.tree import EnvConfig, RewardConfig
 from laminar.events.reasons import EndedBy
-from laminar.run.child_channel import ChildLost
 from laminar.tasks.environments.renderer import CallResult, Renderer
-from laminar.tasks.environments.session_pool import AllSessionsDied, SessionPool
-from laminar.tasks.environments.session_pool import SessionProcess as Process
+from laminar.tasks.environments.session_pool import SessionPool, SessionProcess
 from laminar.tasks.environments.session_process import (
+    Reply,
     Request,
     RewardReply,
     RewardRequest,
     TextReply,
     ToolRequest,
 )
+from laminar.tasks.environments.sessions import (
+    CUT_OFF,
+    CallKilled,
+    Conversation,
+    Intend,
+    Sessions,
+    TimeBudget,
+    describe_timeout,
+    make_timeout_result,
+)
 from laminar.tasks.environments.tool_calls import TEXT_CHARS_MAX, CallParser, ToolCall
 from laminar.tasks.environments.turns import (
     Effect,
     EnvironmentFailed,
     NextTurn,
-    Session,
     SessionLost,
     TrajectoryDone,
     TurnCall,
 )
 from laminar.tasks.rewards.results import RewardCall, RewardResult, apply_error_score
 
-CUT_OFF = "length"  #: finish reason of a turn that ended at its limit
-ANSWERED_MAX = 1024  #: maximum finished trajectories whose answers are kept for repeated requests
-
-Intend = Callable[[tuple[Effect, ...]], Awaitable[None]]
-
-
-class _CallKilled(Exception):
-    """The kill of a session whose request ran too long."""
-
-
-class _TimeBudget:
-    """The time left to the calls of a turn."""
-
-    def __init__(self, env: EnvConfig, spent_s: float) -> None:
-        """Begin the budget of a turn after earlier turns' calls have taken `spent_s`."""
-        self._limits = {
-            EndedBy.TRAJECTORY_TIMEOUT: env.trajectory_timeout_s - spent_s,
-            EndedBy.TURN_TIMEOUT: env.turn_timeout_s,
-        }
-        self._tool_timeout_s = env.tool_timeout_s
-
-    def of_a_call(self) -> tuple[float, EndedBy]:
-        """Return the time limit of the next call, and the reason to report if it is reached."""
-        reason = min(self._limits, key=lambda known: self._limits[known])
-        if self._limits[reason] < self._tool_timeout_s:
-            return self._limits[reason], reason
-        return self._tool_timeout_s, EndedBy.TOOL_TIMEOUT
-
-    def spend_seconds(self, seconds: float) -> None:
-        for reason in self._limits:
-            self._limits[reason] -= seconds
+_Conversation = Conversation[SessionProcess]
 
 
 class _TimeLimitReached(Exception):
@@ -83,22 +58,10 @@ class _TimeLimitReached(Exception):
         self.reason = reason
 
 
-class _Conversation:
-    """A trajectory with its session and the answers to its turns."""
+class Environments(Sessions[SessionProcess]):
+    """The environments of a replica."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.busy = asyncio.Lock()  #: lock of a single request; repeated ones find the answer
-        self.process: Process | None = None
-        self.prompt_ids: tuple[int, ...] | None = None  #: prompt with the text of reset
-        self.answers: dict[int, NextTurn | TrajectoryDone] = {}  #: by turn
-        self.killed_after_s = 0.0  #: run time of a call that was killed, or 0
-        self.has_room = False  #: holds one of env.max_sessions
-        self.forgotten = False
-
-
-class Environments:
-    """The sessions of a replica."""
+    what, reset_failed = "the environment", "reset failed"
 
     def __init__(
         self,
@@ -109,170 +72,23 @@ class Environments:
         decode: Callable[[list[int]], str],
     ) -> None:
         """Connect the parts; `decode` returns the text of a turn without its end token."""
-        self.sessions_lost = 0  #: number of sessions that ended by themselves
-        self.sessions_killed = 0  #: number of sessions killed because a call ran too long
-        self._env, self._reward = config.env, config.reward
-        self._pool, self._renderer, self._parser = pool, renderer, parser
-        self._decode = decode
-        self._room = asyncio.Semaphore(config.max_sessions)
-        self._conversations: dict[str, _Conversation] = {}
+        super().__init__(config, pool)
+        self._renderer, self._parser, self._decode = renderer, parser, decode
 
-    async def start(self) -> None:
-        """Import the user's file; raise ConfigError, SessionLost."""
+    async def _start_session(
+        self, conversation: _Conversation, process: SessionProcess
+    ) -> tuple[SessionProcess, tuple[int, ...] | None] | str:
+        """Reset the environment."""
+        row, seed = conversation.session.row, conversation.session.seed
+        said = await process.reset(row, seed, self._env.tool_timeout_s)
+        if said.failed:
+            return said.text or ""
+        if not said.text:
+            return process, None
         try:
-            await self._pool.start()
-        except ChildLost as died:
-            raise SessionLost(f"the environment could not start: {died}") from None
-
-    async def close(self) -> None:
-        await self._pool.close()
-
-    async def reset(self, session: Session) -> tuple[int, ...] | None:
-        """Open a trajectory's session; return the prompt's ids if reset adds text, else None.
-
-        Raises SessionLost.
-        """
-        conversation = self._get_conversation(session)
-        async with conversation.busy:
-            if conversation.process is None and not conversation.answers:
-                await self._acquire_slot(conversation)
-                try:
-                    await self._begin_session(conversation)
-                except SessionLost:
-                    self._close_session(conversation)
-                    raise
-            return conversation.prompt_ids
-
-    async def answer_turn(self, call: TurnCall, intend: Intend) -> NextTurn | TrajectoryDone:
-        """Answer a turn, and repeated requests with the same answer; raise SessionLost.
-
-        `intend` makes calls durable before they are made; awaited if each runs at most once.
-        """
-        conversation = self._get_conversation(call.session)
-        async with conversation.busy:
-            if call.turn not in conversation.answers:
-                try:
-                    answer = await self._answer_turn(conversation, call, intend)
-                except BaseException:
-                    self._close_session(conversation)
-                    raise
-                conversation.answers[call.turn] = answer
-                if isinstance(answer, TrajectoryDone):
-                    self._close_session(conversation)
-            return conversation.answers[call.turn]
-
-    def end_session(self, trajectory_id: str) -> None:
-        """End the session of a trajectory that is not needed any more."""
-        if (conversation := self._conversations.pop(trajectory_id, None)) is not None:
-            conversation.forgotten = True
-            self._close_session(conversation)
-
-    # --- sessions -------------------------------------------------------------------------------
-
-    def _get_conversation(self, session: Session) -> _Conversation:
-        """Return the conversation of this attempt, and end one of an earlier attempt."""
-        found = self._conversations.get(session.trajectory_id)
-        if found is not None and found.session.attempt == session.attempt:
-            return found
-        self.end_session(session.trajectory_id)
-        found = self._conversations[session.trajectory_id] = _Conversation(session)
-        over = [i for i, c in self._conversations.items() if c.process is None and c.answers]
-        for trajectory_id in over[: max(0, len(over) - ANSWERED_MAX)]:
-            del self._conversations[trajectory_id]
-        return found
-
-    async def _acquire_slot(self, conversation: _Conversation) -> None:
-        """Wait for one of env.max_sessions.
-
-        A restarted session does not wait: the coordinator has counted its trajectory already.
-        """
-        limit_s = self._env.tool_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._room.acquire()
-        except TimeoutError:
-            raise SessionLost(
-                f"none of env.max_sessions sessions was free within {limit_s:g} s"
-            ) from None
-        conversation.has_room = True
-
-    async def _begin_session(self, conversation: _Conversation) -> None:
-        """Open and reset a session; raise SessionLost."""
-        reason = ""
-        for _ in range(1 + self._reward.max_retries):
-            try:
-                process = await self._pool.open()
-            except ChildLost as died:
-                reason = str(died)
-                continue
-            row, seed = conversation.session.row, conversation.session.seed
-            said = await process.reset(row, seed, self._env.tool_timeout_s)
-            if not said.failed and not conversation.forgotten:
-                return self._attach_process(conversation, process, said)
-            process.kill()
-            if conversation.forgotten:
-                raise SessionLost("its trajectory is no longer needed")
-            self.sessions_lost += 1
-            reason = said.text or ""
-        raise EnvironmentFailed(f"reset failed; last reason: {reason}")
-
-    def _attach_process(
-        self, conversation: _Conversation, process: Process, said: TextReply
-    ) -> None:
-        conversation.process = process
-        if said.text:
-            try:
-                ids = self._renderer.render_prompt(conversation.session.row, said.text)
-            except ConfigError as error:
-                raise EnvironmentFailed(f"the text of reset cannot be rendered: {error}") from None
-            conversation.prompt_ids = tuple(ids)
-
-    def _close_session(self, conversation: _Conversation) -> None:
-        process, conversation.process = conversation.process, None
-        if process is not None:
-            process.kill()
-        if conversation.has_room:
-            conversation.has_room = False
-            self._room.release()
-
-    async def _ensure_process(self, conversation: _Conversation, call: TurnCall) -> Process:
-        """Return the session of a turn, restarted if permitted; raise SessionLost."""
-        if conversation.process is not None and conversation.process.ended.done():
-            self._close_session(conversation)  # it ended before this turn
-        if conversation.process is None:
-            if self._env.call_semantics == "at-most-once" and (call.turn or call.stored):
-                raise SessionLost("its session was lost, and with it the effects of its calls")
-            await self._begin_session(conversation)
-        assert conversation.process is not None
-        return conversation.process
-
-    async def _send_request(
-        self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
-    ) -> tuple[TextReply | RewardReply, float]:
-        """Return the reply to a request and its seconds; retry in a new session if permitted.
-
-        Raises _CallKilled, SessionLost.
-        """
-        attempts = 1 if self._env.call_semantics == "at-most-once" else 1 + self._reward.max_retries
-        for _ in range(attempts):
-            process = await self._ensure_process(conversation, call)
-            began = asyncio.get_running_loop().time()
-            try:
-                reply = await process.send_request(request, limit_s)
-                return reply, asyncio.get_running_loop().time() - began
-            except TimeoutError:
-                self.sessions_killed += 1
-                conversation.killed_after_s = limit_s
-                self._close_session(conversation)
-                raise _CallKilled from None
-            except ChildLost as error:
-                self.sessions_lost += 1
-                self._close_session(conversation)
-                died = error
-        lost = SessionLost if isinstance(died, AllSessionsDied) else EnvironmentFailed
-        raise lost(f"its process ended during a call: {died}")
-
-    # --- answers to turns -----------------------------------------------------------------------
+            return process, tuple(self._renderer.render_prompt(row, said.text))
+        except ConfigError as error:
+            raise EnvironmentFailed(f"the text of reset cannot be rendered: {error}") from None
 
     async def _answer_turn(
         self, conversation: _Conversation, call: TurnCall, intend: Intend
@@ -285,13 +101,8 @@ class Environments:
         if not calls or call.turn + 1 >= self._env.max_turns:
             reason = EndedBy.MAX_TURNS if calls else EndedBy.NONE
             return await self._finish_trajectory(conversation, call, text, reason, [])
-        if self._env.call_semantics == "at-most-once":
-            if any(effect.status == "intended" for effect in call.stored):
-                raise SessionLost("the outcome of its last call is unknown")
-            await self._ensure_process(conversation, call)
-            await intend(
-                tuple(_make_effect(i, c, "intended") for i, c in enumerate(calls) if _can_run(c))
-            )
+        planned = (_make_effect(i, c, "intended") for i, c in enumerate(calls) if _can_run(c))
+        await self._record_intent(conversation, call, intend, tuple(planned))
         effects: list[Effect] = []
         try:
             answers = await self._run_calls(conversation, call, calls, effects)
@@ -315,7 +126,7 @@ class Environments:
         effects: list[Effect],
     ) -> list[CallResult]:
         """Run the calls of a turn and return their answers; append each outcome to `effects`."""
-        answers, left = list[CallResult](), _TimeBudget(self._env, call.seconds)
+        answers, left = list[CallResult](), TimeBudget(self._env, call.seconds)
         for i, one in enumerate(calls):
             if not _can_run(one):
                 answers.append((one, f"error: {one.refusal_reason}"))
@@ -326,9 +137,9 @@ class Environments:
             use = ToolRequest(one.tool, json.dumps(one.arguments))
             try:
                 said, seconds = await self._send_request(conversation, call, use, limit_s)
-            except _CallKilled:
+            except CallKilled:
                 effects.append(
-                    _make_effect(i, one, "timed-out", _describe_timeout(limit_s), limit_s)
+                    _make_effect(i, one, "timed-out", describe_timeout(limit_s), limit_s)
                 )
                 raise _TimeLimitReached(over) from None
             assert isinstance(said, TextReply)
@@ -358,23 +169,23 @@ class Environments:
         """Return the session's reward, or a timeout if the session was killed."""
         limit_s = self._env.tool_timeout_s
         if conversation.killed_after_s:
-            return _make_timeout_result(self._reward, conversation.killed_after_s)
+            return make_timeout_result(self._reward, conversation.killed_after_s)
         try:
             ids = [i for _, part in call.parts for i in part]
             request = RewardRequest(RewardCall(call.session.row, [(text, ids)]))
             rated, _ = await self._send_request(conversation, call, request, limit_s)
-        except _CallKilled:
-            return _make_timeout_result(self._reward, limit_s)
+        except CallKilled:
+            return make_timeout_result(self._reward, limit_s)
         assert isinstance(rated, RewardReply)
         return apply_error_score(rated.result, self._reward.error_score)
 
-
-def _make_timeout_result(reward: RewardConfig, limit_s: float) -> RewardResult:
-    return RewardResult(reward.error_score, "timeout", _describe_timeout(limit_s))
-
-
-def _describe_timeout(limit_s: float) -> str:
-    return f"no answer within {limit_s:.3g} s"
+    async def _send_request(
+        self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
+    ) -> tuple[Reply, float]:
+        """Return the reply to a request and its seconds; raise CallKilled, SessionLost."""
+        return await self._use_session(
+            conversation, call, lambda process: process.send_request(request), limit_s
+        )
 
 
 def _can_run(call: ToolCall) -> bool:

@@ -54,7 +54,7 @@ class SessionProcess(Channel):
         self.pid = 0  #: process id, or 0 while unknown
         self.asked = False  #: a request is pending
 
-    async def send_request(self, request: Request, timeout_s: float) -> Reply:
+    async def send_request(self, request: Request, timeout_s: float | None = None) -> Reply:
         """Return the reply, or raise TimeoutError or ChildLost: then kill the session."""
         self.asked = True
         reply: Reply = await self.request_reply(request, timeout_s)
