@@ -1,12 +1,13 @@
-"""Trial of the environment before a run starts: reset for the first rows.
+"""Trial of the environment or agent before a run starts: its beginning for the first rows.
 
 Reads   the first training rows, the user's file
-Writes  the terminal: the text that follows each prompt
-Raises  ConfigError when reset fails for all of them
+Writes  the terminal: the text that follows each prompt, or an agent's first request
+Raises  ConfigError when it fails for all of them
 
-A reset that always fails would end the run only after models are loaded and replicas are up.
-Therefore it is tried first, in sessions as in the run, which end at once, and the run is refused
-unless reward.trial = false. Output printed by the user's file is discarded here.
+A reset that always fails, or an agent that never asks the model, would end the run only after
+models are loaded and replicas are up. Therefore it is tried first, in sessions as in the run, which
+end at once, and the run is refused unless reward.trial = false. Output printed by the user's file
+is discarded here.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from laminar.config import ConfigError
+from laminar.config import Config, ConfigError
 from laminar.config.tree import EnvConfig
 from laminar.launch.reward_check import shorten_text
+from laminar.names.ids import Purpose
 from laminar.run.child_channel import ChildLost
+from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.data.tokenizer import end_ids, load_tokenizer
+from laminar.tasks.environments.agents import Agents
+from laminar.tasks.environments.build import make_agents
 from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.session_process import TextReply
+from laminar.tasks.environments.turns import Session, SessionLost
 from laminar.tasks.environments.user_class import RESET
 
 SEED = 0  #: of all rows
@@ -42,6 +49,46 @@ def show_resets(env: EnvConfig, rows: Sequence[PromptRow], console: Console) -> 
         )
     for line in lines:
         console.print(line, highlight=False, markup=False)
+
+
+def show_requests(config: Config, rows: Sequence[PromptRow], console: Console) -> None:
+    """Run the agent for each of the rows until its first request, and show the requests."""
+    tokenizer = load_tokenizer(config.model.name)
+    ends = end_ids(config.model.name, tokenizer)
+    decode = make_response_decoder(tokenizer, ends)
+    found = asyncio.run(_start_agents(make_agents(config, tokenizer, ends, decode), rows))
+    lines = [f"agent      {config.agents.run}, tried on {len(rows)} rows, begins with"]
+    for row, begun in zip(rows, found, strict=True):
+        said = begun if isinstance(begun, str) else f"{len(begun)} tokens: {decode([*begun])!r}"
+        lines.append(f"  row {row.index:<5}  {shorten_text(said)}")
+    if all(isinstance(begun, str) for begun in found):
+        raise ConfigError(
+            f"agents.run = {config.agents.run!r} failed on all {len(rows)} rows tried (row "
+            f"{rows[0].index}: {found[0]}); correct it, or skip the trial with reward.trial = false"
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+async def _start_agents(agents: Agents, rows: Sequence[PromptRow]) -> list[str | tuple[int, ...]]:
+    """Return the first prompt of each row's agent, or the reason if there is none."""
+
+    async def start(index: int, row: PromptRow) -> str | tuple[int, ...]:
+        try:
+            session = Session(f"trial-{index}", 1, SEED, row, str(Purpose.TRAIN))
+            return await agents.reset(session) or ()
+        except SessionLost as failed:
+            return str(failed)
+
+    try:
+        await agents.start()
+        found = await asyncio.gather(*(start(i, row) for i, row in enumerate(rows)))
+        agents.check_templates()
+        return found
+    except SessionLost as failed:
+        raise ConfigError(f"{failed}; correct the file in agents.run") from None
+    finally:
+        await agents.close()
 
 
 def _format_outcome(said: TextReply) -> str:

@@ -99,6 +99,7 @@ class SessionPool:
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
         reward: RewardSpec | None = None,
+        is_agent: bool = False,
     ) -> None:
         """Create the pool; `memory_mb` limits each process of a session, 0 means no limit.
 
@@ -107,7 +108,7 @@ class SessionPool:
         """
         self.has_reward = False  #: sessions give the reward; known after the start
         reward = reward if reward is not None and reward.takes_environments else None
-        self._start = ForkServerStart(path, name, unsafe_local_code, memory_mb, reward)
+        self._start = ForkServerStart(path, name, unsafe_local_code, memory_mb, reward, is_agent)
         self._start_timeout_s, self._on_output = start_timeout_s, on_output
         self._env = {**os.environ, **(env or {})}
         self._warm: _ForkServerClient | None = None
@@ -115,16 +116,23 @@ class SessionPool:
 
     @classmethod
     def from_config(
-        cls, env: EnvConfig, *, on_output: Output = len, reward: RewardSpec | None = None
+        cls,
+        env: EnvConfig,
+        *,
+        agent: str = "",
+        on_output: Output = len,
+        reward: RewardSpec | None = None,
     ) -> SessionPool:
-        """Create a pool with the limits of the settings."""
+        """Create a pool with the limits of the settings; `agent`: path.py:function."""
+        path, _, function = agent.rpartition(":")
         return cls(
-            env.path,
-            env.name,
+            path or env.path,
+            function or env.name,
             unsafe_local_code=env.unsafe_local_code,
             memory_mb=env.memory_mb,
             on_output=on_output,
             reward=reward,
+            is_agent=bool(agent),
         )
 
     async def start(self) -> None:
