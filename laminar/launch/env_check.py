@@ -26,7 +26,6 @@ from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.data.tokenizer import end_ids, load_tokenizer
 from laminar.tasks.environments.agents import Agents
-from laminar.tasks.environments.build import make_agents
 from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.session_process import TextReply
 from laminar.tasks.environments.turns import Session, SessionLost
@@ -56,7 +55,7 @@ def show_requests(config: Config, rows: Sequence[PromptRow], console: Console) -
     tokenizer = load_tokenizer(config.model.name)
     ends = end_ids(config.model.name, tokenizer)
     decode = make_response_decoder(tokenizer, ends)
-    found = asyncio.run(_start_agents(make_agents(config, tokenizer, ends, decode), rows))
+    found = asyncio.run(_start_agents(Agents.from_config(config, tokenizer, ends, decode), rows))
     lines = [f"agent      {config.agents.run}, tried on {len(rows)} rows, begins with"]
     for row, begun in zip(rows, found, strict=True):
         said = begun if isinstance(begun, str) else f"{len(begun)} tokens: {decode([*begun])!r}"

@@ -14,7 +14,6 @@ from pathlib import Path
 from laminar.actors.host import Host
 from laminar.actors.system.engine_steps import EngineSteps
 from laminar.actors.system.weight_files import ReplicaFiles
-from laminar.actors.turns import TurnSessions
 from laminar.engines.build import start_engine
 from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.run.child_process import Output
@@ -22,7 +21,12 @@ from laminar.run.directory import engine_log, reward_log
 from laminar.run.fail_points import RUN_VARIABLE
 from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
-from laminar.tasks.environments.build import make_sessions
+from laminar.tasks.environments.agents import Agents
+from laminar.tasks.environments.pool import Environments
+from laminar.tasks.environments.renderer import Renderer
+from laminar.tasks.environments.session_pool import SessionPool
+from laminar.tasks.environments.tool_calls import CallParser
+from laminar.tasks.environments.user_class import decode_tools
 from laminar.tasks.rewards.reward_functions import reward_spec
 from laminar.tasks.rewards.worker_pool import RewardPool
 from laminar.weights.version import checkpoint
@@ -63,7 +67,7 @@ class RealParts:
         self.rewards = make_reward_pool(host, self._printed)
         steps = EngineSteps(host.run_dir, host.name)
         self._steps = host.add_outlet("engine steps", steps.write)
-        self.environments: TurnSessions | None = None
+        self.environments: Environments | Agents | None = None
 
     async def start_engine(
         self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
@@ -72,12 +76,29 @@ class RealParts:
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, self._tokenizer)
         self._decode = make_response_decoder(self._tokenizer, self.stop_ids)
-        self.environments = make_sessions(
-            config, self._tokenizer, self.stop_ids, self._decode, self._printed
-        )
+        if config.agents.run:
+            self.environments = Agents.from_config(
+                config, self._tokenizer, self.stop_ids, self._decode, self._printed
+            )
+        elif config.has_sessions:
+            self.environments = self._make_environments()
         output = engine_log(self._host.run_dir, self._host.name)
         size = get_tokenizer_size(self._tokenizer)
         return await start_engine(config, size, seed, on_deltas, output)
+
+    def _make_environments(self) -> Environments:
+        """Return environments, not started, whose output goes with that of the reward functions."""
+        config, tools = self._host.config, decode_tools(self._host.config.env)
+        tokenizer = self._tokenizer
+        return Environments(
+            config,
+            SessionPool.from_config(
+                config.env, on_output=self._printed, reward=reward_spec(config)
+            ),
+            Renderer(tokenizer, config.data, tools, self.stop_ids),
+            CallParser(tokenizer, tools),
+            self.decode,
+        )
 
     def decode(self, tokens: list[int]) -> str:
         return self._decode(tokens)

@@ -1,7 +1,7 @@
 """An agent in its session: the user's function, and the chat API that it calls.
 
 Reads   the user's Python file; requests on a port of this machine's loopback interface
-Gives   load_agent, for session_process.py; Endpoint, the function's second argument
+Gives   Endpoint, the function's second argument; main, the fork server (session_process.py)
 Sends   ChatReply per request that may become a turn, AgentReply at the end of the function
 
 The function has the main thread, and may block it. The API is http.server of the standard library:
@@ -24,6 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any, NamedTuple
@@ -43,7 +44,10 @@ from laminar.tasks.environments.session_process import (
     AgentReply,
     AgentRequest,
     ChatReply,
+    ForkServerStart,
+    Serve,
     TurnRequest,
+    run_fork_server,
     seed_random,
 )
 from laminar.tasks.rewards.results import call_guarded
@@ -74,9 +78,13 @@ class Endpoint(NamedTuple):
             os.environ[name] = f"{others},{HOSTS}" if others else HOSTS
 
 
-def load_agent(path: str, name: str) -> AgentHost:
+def main(fd: str, parent: str) -> None:
+    run_fork_server(fd, parent, _load_agent)
+
+
+def _load_agent(start: ForkServerStart) -> tuple[Serve, bool]:
     """Import the user's file; raise ConfigError."""
-    key, reference = "agents.run", f"{path}:{name}"
+    key, reference = "agents.run", f"{start.path}:{start.name}"
     try:
         function = load_user_function(key, reference).function
     except SystemExit as ended:
@@ -86,33 +94,27 @@ def load_agent(path: str, name: str) -> AgentHost:
     except TypeError as error:
         raise ConfigError(
             f"{key} = {reference!r} cannot be called with a row and an endpoint: {error}; write "
-            f"{name}(task, endpoint)"
+            f"{start.name}(task, endpoint)"
         ) from None
-    return AgentHost(function, path)
+    return partial(_serve_session, function, start.path), True
 
 
-class AgentHost:
-    """The user's agent; its exceptions become results."""
+def _serve_session(function: Callable[..., Any], path: str, channel: BlockingChannel) -> None:
+    """Run the agent; its exceptions become results."""
+    if (request := channel.receive(AgentRequest)) is None:
+        return
+    seed_random(request.seed)
+    gate = _Gate(channel)
+    endpoint = _Server(gate, request.model).start()
+    endpoint.export_variables()
+    task = _make_task(request.row)
 
-    def __init__(self, function: Callable[..., Any], path: str) -> None:
-        self._function, self._path = function, path
-
-    def serve_session(self, channel: BlockingChannel) -> None:
-        request = channel.receive(AgentRequest)
-        if request is None:
-            return
-        seed_random(request.seed)
-        gate = _Gate(channel)
-        endpoint = _Server(gate, request.model).start()
-        endpoint.export_variables()
-        task = _make_task(request.row)
-        result = call_guarded(lambda: self._run_agent(task, endpoint), self._path)
-        gate.close(AgentReply(result))
-        channel.receive(TurnRequest)  # until this process is killed, with what the agent started
-
-    def _run_agent(self, task: dict[str, Any], endpoint: Endpoint) -> Any:
-        value = self._function(task, endpoint)
+    def run_agent() -> Any:
+        value = function(task, endpoint)
         return asyncio.run(_wait(value)) if inspect.isawaitable(value) else value
+
+    gate.close(AgentReply(call_guarded(run_agent, path)))
+    channel.receive(TurnRequest)  # until this process is killed, with what the agent has started
 
 
 async def _wait(value: Any) -> Any:
@@ -324,3 +326,7 @@ class _Client(BaseHTTPRequestHandler):
         wrong = "the API key is not that of this session; use endpoint.api_key or OPENAI_API_KEY"
         self._send_json(401, make_error(wrong, kind="authentication_error", code="invalid_api_key"))
         return False
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -18,25 +18,19 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from laminar.config import Config, ConfigError
 from laminar.config.tree import DataConfig
 from laminar.events.reasons import EndedBy
 from laminar.run.child_channel import ChildLost
+from laminar.run.child_process import Output
 from laminar.tasks.data.chat import encode_prompt
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments import chat_messages as chat
 from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused
-from laminar.tasks.environments.renderer import Renderer
-from laminar.tasks.environments.session_pool import SessionPool, SessionProcess
-from laminar.tasks.environments.session_process import (
-    AgentReply,
-    AgentRequest,
-    ChatReply,
-    TurnRequest,
-)
-from laminar.tasks.environments.sessions import (
+from laminar.tasks.environments.pool import (
     CUT_OFF,
     CallKilled,
     Conversation,
@@ -45,6 +39,14 @@ from laminar.tasks.environments.sessions import (
     TimeBudget,
     describe_timeout,
     make_timeout_result,
+)
+from laminar.tasks.environments.renderer import Renderer
+from laminar.tasks.environments.session_pool import SessionPool, SessionProcess
+from laminar.tasks.environments.session_process import (
+    AgentReply,
+    AgentRequest,
+    ChatReply,
+    TurnRequest,
 )
 from laminar.tasks.environments.tool_calls import CallParser, TurnMessage
 from laminar.tasks.environments.turns import Effect, NextTurn, SessionLost, TrajectoryDone, TurnCall
@@ -58,20 +60,14 @@ AGENT = "agent"  #: name of the work between two requests among the calls of a r
 Ids = tuple[int, ...]
 
 
-class ChatFormat:
+class ChatFormat(NamedTuple):
     """The tokenizer and the chat template, for conversations with any tools."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        end_ids: frozenset[int],
-        decode: Callable[[list[int]], str],
-        model: str,
-    ) -> None:
-        """Connect the parts; `decode` returns the text of a turn without its end token."""
-        self.tokenizer, self.data, self.decode = tokenizer, data, decode
-        self.end_ids, self.model = end_ids, model
+    tokenizer: PreTrainedTokenizerBase
+    data: DataConfig
+    end_ids: frozenset[int]
+    decode: Callable[[list[int]], str]  #: text of a turn without its end token
+    model: str
 
 
 class Chat:
@@ -227,6 +223,20 @@ class Agents(Sessions[AgentSession]):
         super().__init__(config, pool)
         self._form = form
         self._prompt_room = config.data.max_prompt_length + config.env.max_context_tokens
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: frozenset[int],
+        decode: Callable[[list[int]], str],
+        on_output: Output = len,
+    ) -> Agents:
+        """Create the agents of a config, not started."""
+        pool = SessionPool.from_config(config.env, agent=config.agents.run, on_output=on_output)
+        model = Path(config.model.name).name
+        return cls(config, pool, ChatFormat(tokenizer, config.data, end_ids, decode, model))
 
     def check_templates(self) -> None:
         """Test the chat template with the tools of all open sessions; raise ConfigError."""

@@ -57,7 +57,7 @@ class ChatRequest(NamedTuple):
 
     def encode_turn(self) -> str:
         """Return what decides the turn, as JSON."""
-        return json.dumps([self.messages, self.tools, self.may_call], sort_keys=True)
+        return json.dumps([self.messages, self.tools, self.may_call])
 
 
 def decode_turn(body: str) -> ChatRequest:

@@ -37,6 +37,9 @@ from laminar.tasks.environments.session_process import (
 from laminar.tasks.rewards.results import RewardSpec
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 
+ENVIRONMENTS = "laminar.tasks.environments.session_process"
+AGENTS = "laminar.tasks.environments.agent_process"
+
 
 class AllSessionsDied(ChildLost):
     """The end of the fork server and its sessions, not caused by this session.
@@ -108,7 +111,8 @@ class SessionPool:
         """
         self.has_reward = False  #: sessions give the reward; known after the start
         reward = reward if reward is not None and reward.takes_environments else None
-        self._start = ForkServerStart(path, name, unsafe_local_code, memory_mb, reward, is_agent)
+        self._start = ForkServerStart(path, name, unsafe_local_code, memory_mb, reward)
+        self._module = AGENTS if is_agent else ENVIRONMENTS
         self._start_timeout_s, self._on_output = start_timeout_s, on_output
         self._env = {**os.environ, **(env or {})}
         self._warm: _ForkServerClient | None = None
@@ -157,7 +161,7 @@ class SessionPool:
     async def _ensure_server(self) -> _ForkServerClient:
         async with self._starting:
             if self._warm is None or self._warm.channel.ended.done():
-                warm = _ForkServerClient(self._env, self._on_output)
+                warm = _ForkServerClient(self._module, self._env, self._on_output)
                 late = "the environment's file was not imported"
                 try:
                     facts = await warm.await_ready(self._start_timeout_s, self._start, late)
@@ -171,13 +175,8 @@ class SessionPool:
 class _ForkServerClient(Child):
     """The fork server, the process with the user's file, and its sessions."""
 
-    def __init__(self, env: Mapping[str, str], on_output: Output) -> None:
-        spawned = spawn_child(
-            "laminar.tasks.environments.session_process",
-            guarded=True,
-            stderr=subprocess.PIPE,
-            environment=env,
-        )
+    def __init__(self, module: str, env: Mapping[str, str], on_output: Output) -> None:
+        spawned = spawn_child(module, guarded=True, stderr=subprocess.PIPE, environment=env)
         super().__init__(
             spawned, Forked | SessionEnded, on_message=self._handle_report, on_output=on_output
         )

@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -49,7 +49,6 @@ class ForkServerStart(msgspec.Struct, tag="start"):
     unsafe: bool  #: code may run without a sandbox
     memory_mb: int = 0  #: memory limit of a session's process above this one's; 0: no limit
     reward: RewardSpec | None = None  #: functions that take the environment
-    is_agent: bool = False
 
 
 class ForkSession(msgspec.Struct, tag="fork"):
@@ -129,39 +128,40 @@ Request = ResetRequest | ToolRequest | RewardRequest | AgentRequest | TurnReques
 Reply = TextReply | RewardReply | ChatReply | AgentReply
 
 
-class SessionHost(Protocol):
-    """The user's code in a session."""
-
-    def serve_session(self, channel: BlockingChannel) -> None:
-        """Answer requests until the channel ends."""
+Serve = Callable[[BlockingChannel], None]
 
 
 def main(fd: str, parent: str) -> None:
+    run_fork_server(fd, parent, _load_environment)
+
+
+def run_fork_server(
+    fd: str, parent: str, load: Callable[[ForkServerStart], tuple[Serve, bool]]
+) -> None:
+    """Fork sessions of what `load` imports: the code that serves one, and whether it rewards."""
     control = connect_user_code(fd, parent)
     if (start := control.receive(ForkServerStart)) is None:
         return
     permit_unsafe(start.unsafe)
-    live: list[Any] = []  #: the environment of a session, in its process
-    host: SessionHost
     with control.refuse_errors():
-        if start.is_agent:
-            from laminar.tasks.environments.agent_process import load_agent  # with a HTTP server
-
-            host, rewards = load_agent(start.path, start.name), True
-        else:
-            environment = load_class(start.path, start.name)
-            scorer = open_scorer(start.reward, live) if start.reward is not None else None
-            host = _EnvironmentHost(environment, start.path, live, scorer)
-            rewards = has_reward(environment) or scorer is not None
+        serve, rewards = load(start)
     control.send(Ready({"has_reward": rewards}))
-    _ForkServer(control, host, start.memory_mb).serve_forever()
+    _ForkServer(control, serve, start.memory_mb).serve_forever()
+
+
+def _load_environment(start: ForkServerStart) -> tuple[Serve, bool]:
+    live: list[Any] = []  #: the environment of a session, in its process
+    environment = load_class(start.path, start.name)
+    scorer = open_scorer(start.reward, live) if start.reward is not None else None
+    host = _EnvironmentHost(environment, start.path, live, scorer)
+    return host.serve_session, has_reward(environment) or scorer is not None
 
 
 class _ForkServer:
     """The loop that forks, kills and reaps session processes."""
 
-    def __init__(self, control: BlockingChannel, host: SessionHost, memory_mb: int) -> None:
-        self._control, self._host, self._memory_mb = control, host, memory_mb
+    def __init__(self, control: BlockingChannel, serve: Serve, memory_mb: int) -> None:
+        self._control, self._serve, self._memory_mb = control, serve, memory_mb
         self._numbers: dict[int, int] = {}  #: session numbers by process id
         self._imported = set[int]()  #: children that the import of the file has started
         self._woken, wakes = os.pipe()
@@ -208,7 +208,7 @@ class _ForkServer:
         os.close(self._woken)
         self._control.socket.close()
         limit_memory(self._memory_mb)
-        self._host.serve_session(BlockingChannel(socket.socket(fileno=channel)))
+        self._serve(BlockingChannel(socket.socket(fileno=channel)))
 
     def _reap_sessions(self) -> None:
         for pid, number in list(self._numbers.items()):

@@ -86,6 +86,7 @@ class CallParser:
     ) -> TurnMessage:
         content = _remove_thoughts(text, opened=self._opens_thought(before))
         reasoning = text[: len(text) - len(content)]
+        content = content.lstrip() if reasoning else content
         found = list[ToolCall]()
         for match in _TAGGED.finditer(_FENCED.sub("", content)) if self._tools else ():
             call = _tagged_call(*match.groups())
