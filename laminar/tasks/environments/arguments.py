@@ -40,7 +40,8 @@ def convert_arguments(
 def list_types(schema: Mapping[str, Any]) -> list[str]:
     """Return the types that a schema allows; empty: any."""
     kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = [kind for kind in kinds if isinstance(kind, str)]
     return [*kinds, "null"] if kinds and schema.get("nullable") else kinds
 
 

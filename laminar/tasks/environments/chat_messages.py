@@ -110,9 +110,14 @@ def _read_tools(tools: Any) -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) else None
         function = function if isinstance(function, dict) else {}
         parameters = function.setdefault("parameters", {"type": "object", "properties": {}})
-        if not isinstance(function.get("name"), str) or not isinstance(parameters, dict):
+        properties = parameters.get("properties", {}) if isinstance(parameters, dict) else None
+        fits = isinstance(properties, dict) and all(
+            isinstance(p, dict) for p in properties.values()
+        )
+        if not isinstance(function.get("name"), str) or not fits:
             raise RequestRefused(
-                "tools must be a list of functions with a name and parameters", param="tools"
+                "tools must be a list of functions with a name, whose parameters are a JSON schema",
+                param="tools",
             )
     return list(tools)
 

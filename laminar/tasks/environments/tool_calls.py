@@ -97,10 +97,7 @@ class CallParser:
         return TurnMessage(content, reasoning, self._convert_calls(found))
 
     def _convert_calls(self, found: list[ToolCall]) -> list[ToolCall]:
-        try:
-            checked = [self._check_call(call, i) for i, call in enumerate(found)]
-        except (AttributeError, TypeError):  # an agent's tool may have any schema
-            return found
+        checked = (self._check_call(call, i) for i, call in enumerate(found))
         pairs = zip(found, checked, strict=True)
         return [call if known.refusal_reason else known for call, known in pairs]
 

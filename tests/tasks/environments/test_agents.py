@@ -66,7 +66,7 @@ SOURCE = """
 class Bench:
     """Agents with one function, and the turns of a model that says what a test wants."""
 
-    def __init__(self, path, body, *, template=TEMPLATE, **settings):
+    def __init__(self, path, body, *, run="", template=TEMPLATE, **settings):
         self.log = path / "log"
         self.log.touch()
         source = textwrap.dedent(SOURCE.format(log=str(self.log), tools=TOOLS))
@@ -80,7 +80,7 @@ class Bench:
                 "rollout.group_size": 2,
                 "reward.error_score": -1.0,
                 "reward.max_retries": 1,
-                "agents.run": f"{path}/own.py:{'solve' if 'def solve' in body else 'loop'}",
+                "agents.run": run or f"{path}/own.py:{'solve' if 'def solve' in body else 'loop'}",
                 "env.tool_timeout_s": LIMIT_S,
                 "env.max_turns": 4,
                 **{f"env.{key}": value for key, value in settings.items()},

@@ -47,6 +47,10 @@ def read(**given):
             "messages[0].tool_calls",
         ),
         ({"tools": [{"type": "function"}]}, "tools"),
+        (
+            {"tools": [schema("f") | {"function": {"parameters": {"properties": {"a": 0}}}}]},
+            "tools",
+        ),
         ({"tools": "add"}, "tools"),
     ],
 )
