@@ -34,54 +34,44 @@ from laminar.tasks.environments.user_class import RESET
 SEED = 0  #: of all rows
 
 
-def show_resets(env: EnvConfig, rows: Sequence[PromptRow], console: Console) -> None:
-    """Reset the environment for each of the rows and show the results."""
-    found = asyncio.run(_run_resets(env, rows))
-    lines = [f"reset      of {env.name or env.path}, tried on {len(rows)} rows, says"]
+def show_beginnings(config: Config, rows: Sequence[PromptRow], console: Console) -> None:
+    """Begin a session of the environment or agent for each of the rows and show the results."""
+    env, run = config.env, config.agents.run
+    found = asyncio.run(_start_agents(config, rows) if run else _run_resets(env, rows))
+    lines = [
+        f"agent      {run}, tried on {len(rows)} rows, begins with"
+        if run
+        else f"reset      of {env.name or env.path}, tried on {len(rows)} rows, says"
+    ]
     for row, said in zip(rows, found, strict=True):
         lines.append(f"  row {row.index:<5}  {_format_outcome(said)}")
     if all(said.failed for said in found):
+        what = f"agents.run = {run!r}" if run else f"{RESET} of the environment in {env.path}"
         raise ConfigError(
-            f"{RESET} of the environment in {env.path} failed on all {len(rows)} rows tried (row "
-            f"{rows[0].index}: {found[0].text}); correct it, or skip the trial with reward.trial = "
-            "false"
+            f"{what} failed on all {len(rows)} rows tried (row {rows[0].index}: {found[0].text}); "
+            "correct it, or skip the trial with reward.trial = false"
         )
     for line in lines:
         console.print(line, highlight=False, markup=False)
 
 
-def show_requests(config: Config, rows: Sequence[PromptRow], console: Console) -> None:
-    """Run the agent for each of the rows until its first request, and show the requests."""
+async def _start_agents(config: Config, rows: Sequence[PromptRow]) -> list[TextReply]:
+    """Run the agent for all rows concurrently until its first request, and test its template."""
     tokenizer = load_tokenizer(config.model.name)
     ends = end_ids(config.model.name, tokenizer)
     decode = make_response_decoder(tokenizer, ends)
-    found = asyncio.run(_start_agents(Agents.from_config(config, tokenizer, ends, decode), rows))
-    lines = [f"agent      {config.agents.run}, tried on {len(rows)} rows, begins with"]
-    for row, begun in zip(rows, found, strict=True):
-        said = begun if isinstance(begun, str) else f"{len(begun)} tokens: {decode([*begun])!r}"
-        lines.append(f"  row {row.index:<5}  {shorten_text(said)}")
-    if all(isinstance(begun, str) for begun in found):
-        raise ConfigError(
-            f"agents.run = {config.agents.run!r} failed on all {len(rows)} rows tried (row "
-            f"{rows[0].index}: {found[0]}); correct it, or skip the trial with reward.trial = false"
-        )
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+    agents = Agents(config, tokenizer, ends, decode)
 
-
-async def _start_agents(agents: Agents, rows: Sequence[PromptRow]) -> list[str | tuple[int, ...]]:
-    """Return the first prompt of each row's agent, or the reason if there is none."""
-
-    async def start(index: int, row: PromptRow) -> str | tuple[int, ...]:
+    async def start(row: PromptRow) -> TextReply:
+        session = Session(f"trial-{row.index}", 1, SEED, row, Purpose.TRAIN)
         try:
-            session = Session(f"trial-{index}", 1, SEED, row, str(Purpose.TRAIN))
-            return await agents.reset(session) or ()
+            return TextReply(decode([*(await agents.reset(session) or ())]))
         except SessionLost as failed:
-            return str(failed)
+            return TextReply(str(failed), failed=True)
 
     try:
         await agents.start()
-        found = await asyncio.gather(*(start(i, row) for i, row in enumerate(rows)))
+        found = await asyncio.gather(*map(start, rows))
         agents.check_templates()
         return found
     except SessionLost as failed:

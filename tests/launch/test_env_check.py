@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from laminar.cli.commands import run_command
-from laminar.config import ConfigError
+from laminar.config import Config, ConfigError
 from laminar.config.tree import EnvConfig
-from laminar.launch.env_check import show_resets
+from laminar.launch.env_check import show_beginnings
 from laminar.tasks.data.prompts import PromptRow
 
 pytestmark = pytest.mark.process
@@ -26,7 +26,8 @@ def shown(tmp_path: Path, reset: str, **env: float) -> list[str]:
         "    def go(self):\n        'Go.'\n"
     )
     out = io.StringIO()
-    show_resets(EnvConfig(path=str(path), **env), ROWS, Console(file=out, soft_wrap=True))
+    config = Config(env=EnvConfig(path=str(path), **env))
+    show_beginnings(config, ROWS, Console(file=out, soft_wrap=True))
     return out.getvalue().splitlines()
 
 

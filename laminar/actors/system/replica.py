@@ -77,7 +77,7 @@ class RealParts:
         self.stop_ids = end_ids(config.model.name, self._tokenizer)
         self._decode = make_response_decoder(self._tokenizer, self.stop_ids)
         if config.agents.run:
-            self.environments = Agents.from_config(
+            self.environments = Agents(
                 config, self._tokenizer, self.stop_ids, self._decode, self._printed
             )
         elif config.has_sessions:

@@ -66,7 +66,7 @@ class ChatFormat(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     data: DataConfig
     end_ids: frozenset[int]
-    decode: Callable[[list[int]], str]  #: text of a turn without its end token
+    decode: Callable[[list[int]], str]
     model: str
 
 
@@ -109,15 +109,9 @@ class Chat:
         self._num_calls += len(turn.calls)
         self._calls = message.get("tool_calls", [])
         self._history.append(chat.compare_form(message))
-        return chat.make_completion(
-            message,
-            turn.reasoning,
-            name=name,
-            model=self._form.model,
-            created=int(time.time()),
-            cut=cut,
-            tokens=(len(before), len(ids)),
-        )
+        head = {"id": name, "created": int(time.time()), "model": self._form.model}
+        tokens = len(before), len(ids)
+        return chat.make_completion(head, message, turn.reasoning, cut=cut, tokens=tokens)
 
     def check_template(self) -> None:
         """Test the template with the tools of the request; raise ConfigError."""
@@ -175,33 +169,23 @@ class AgentSession:
             try:
                 asked = chat.decode_turn(reply.body)
                 if closed is not None:
-                    raise _Closed(closed, _WHY_CLOSED[closed])
+                    raise RequestRefused(_WHY_CLOSED[closed], code=chat.TOO_LONG)
                 ids = self.chat.render_request(asked)
                 if len(ids) > room:
+                    closed = EndedBy.CONTEXT_FULL if self.turn else None
                     full = f"the new messages have {len(ids)} tokens, and {room} are allowed"
-                    raise _Closed(EndedBy.CONTEXT_FULL, full)
+                    raise RequestRefused(full, code=chat.TOO_LONG)
             except RequestRefused as refused:
-                reply = await self._process.send_request(self._refuse_request(refused))
+                self.closed = closed
+                self.refusals.append(str(refused))
+                ends = closed is not None or len(self.refusals) >= REFUSALS_MAX
+                told = TurnRequest(refused.body, refused=True, closed=ends)
+                reply = await self._process.send_request(told)
             else:
                 self.chat.accept_request(asked)
                 return tuple(ids)
         assert isinstance(reply, AgentReply)
         return reply
-
-    def _refuse_request(self, refused: RequestRefused) -> TurnRequest:
-        self.refusals.append(str(refused))
-        if self.turn and isinstance(refused, _Closed):
-            self.closed = refused.reason
-        ends = self.closed is not None or len(self.refusals) >= REFUSALS_MAX
-        return TurnRequest(refused.body, refused=True, closed=ends)
-
-
-class _Closed(RequestRefused):
-    """The refusal of a request, and of all later ones if the conversation has begun."""
-
-    def __init__(self, reason: EndedBy, why: str) -> None:
-        super().__init__(why, code=chat.TOO_LONG)
-        self.reason = reason
 
 
 _WHY_CLOSED = {
@@ -219,24 +203,20 @@ class Agents(Sessions[AgentSession]):
 
     what, reset_failed = "the agent", "the agent made no request"
 
-    def __init__(self, config: Config, pool: SessionPool, form: ChatFormat) -> None:
-        super().__init__(config, pool)
-        self._form = form
-        self._prompt_room = config.data.max_prompt_length + config.env.max_context_tokens
-
-    @classmethod
-    def from_config(
-        cls,
+    def __init__(
+        self,
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
         end_ids: frozenset[int],
         decode: Callable[[list[int]], str],
         on_output: Output = len,
-    ) -> Agents:
-        """Create the agents of a config, not started."""
+    ) -> None:
+        """Create them, not started; `decode` returns the text of a turn without its end token."""
         pool = SessionPool.from_config(config.env, agent=config.agents.run, on_output=on_output)
+        super().__init__(config, pool)
         model = Path(config.model.name).name
-        return cls(config, pool, ChatFormat(tokenizer, config.data, end_ids, decode, model))
+        self._form = ChatFormat(tokenizer, config.data, end_ids, decode, model)
+        self._prompt_room = config.data.max_prompt_length + config.env.max_context_tokens
 
     def check_templates(self) -> None:
         """Test the chat template with the tools of all open sessions; raise ConfigError."""

@@ -12,7 +12,7 @@ What would change the distribution that is trained, or cannot be answered, is re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from laminar.run.user_file import replace_surrogates
@@ -200,33 +200,26 @@ def make_turn_message(turn: TurnMessage, first_call: int) -> Message:
 
 
 def make_completion(
-    message: Message, reasoning: str, *, name: str, model: str, created: int, cut: bool, tokens: Any
+    head: Message, message: Message, reasoning: str, *, cut: bool, tokens: tuple[int, int]
 ) -> str:
     """Return the reply to a request; `tokens`: numbers read and sampled."""
-    calls = message.get("tool_calls", ())
-    told: Message = {"role": "assistant", "content": message["content"]}
-    if not message["content"].strip() and calls:
-        told["content"] = None
-    if reasoning:
-        told["reasoning_content"] = reasoning
-    if calls:
-        told["tool_calls"] = [
-            _make_call(c["id"], c["function"]["name"], json.dumps(c["function"]["arguments"]))
-            for c in calls
-        ]
+    calls = [
+        _make_call(c["id"], c["function"]["name"], json.dumps(c["function"]["arguments"]))
+        for c in message.get("tool_calls", ())
+    ]
+    content = None if calls and not message["content"].strip() else message["content"]
+    told = {"role": "assistant", "content": content, "reasoning_content": reasoning or None}
+    told |= {"tool_calls": calls} if calls else {}
     choice = {
         "index": 0,
         "message": told,
         "logprobs": None,
         "finish_reason": "length" if cut else "tool_calls" if calls else "stop",
     }
-    usage = {
-        "prompt_tokens": tokens[0],
-        "completion_tokens": tokens[1],
-        "total_tokens": sum(tokens),
-    }
-    found = {"id": name, "object": "chat.completion", "created": created, "model": model}
-    return json.dumps({**found, "choices": [choice], "usage": usage})
+    read, sampled = tokens
+    usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    found = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+    return json.dumps(found)
 
 
 def iter_stream(body: str, *, include_usage: bool) -> Iterator[str]:
@@ -238,8 +231,7 @@ def iter_stream(body: str, *, include_usage: bool) -> Iterator[str]:
         call["index"] = i
     found["object"] = "chat.completion.chunk"
     ended = {**choice, "delta": {}}
-    choices: Sequence[Any] = ({**choice, "delta": delta, "finish_reason": None}, ended)
-    for one in choices:
+    for one in ({**choice, "delta": delta, "finish_reason": None}, ended):
         yield json.dumps({**found, "choices": [one]})
     if include_usage:
         yield json.dumps({**found, "choices": [], "usage": usage})

@@ -180,8 +180,8 @@ class Renderer:
             shown = (found and found[0].refusal_reason) or "it is not parsed as a call"
             form = json.dumps({"name": calls[0].tool, "arguments": calls[0].arguments})
             raise ConfigError(
-                f"tools need a model whose tool calls can be parsed, but the call {form} as written by "
-                f"the chat template of model.name cannot ({shown}): give a model "
+                f"tools need a model whose tool calls can be parsed, but the call {form} as "
+                f"written by the chat template of model.name cannot ({shown}): give a model "
                 "whose tokenizer has a response_template, or that writes JSON in <tool_call> "
                 "tags"
             )

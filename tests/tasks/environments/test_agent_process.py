@@ -52,9 +52,7 @@ class Served:
 
     def tell(self, text, **more):
         message = {"role": "assistant", "content": text, **more}
-        body = make_completion(
-            message, "", name="n", model="m", created=1, cut=False, tokens=(3, 2)
-        )
+        body = make_completion({"id": "n"}, message, "", cut=False, tokens=(3, 2))
         self.replica.send(TurnRequest(body))
 
 
@@ -92,7 +90,9 @@ def test_paths_and_keys(served):
     assert read(connection)[0] == 404
     connection.request("POST", "/v1/chat/completions", "{", key)  # of the same connection
     assert read(connection)[0] == 400
-    connection.request("POST", "/v1/chat/completions", iter([b"{}"]), key)
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("x-api-key", served.endpoint.api_key)
+    connection.endheaders()
     assert "must have a length" in read(connection)[1]
     assert served.endpoint.api_key not in repr(served.endpoint)
 

@@ -87,7 +87,7 @@ class Bench:
             }
         )
         self.model, self.printed, self.intended = tokenizer(template), [], []
-        self.agents = Agents.from_config(
+        self.agents = Agents(
             config,
             self.model,
             frozenset([self.model.eos_token_id]),
