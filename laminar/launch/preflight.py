@@ -192,7 +192,7 @@ def look_at_environment(
     if config.agents.run:
         reward = config.reward
         named = reward.kind != "auto" or reward.functions or reward.custom_reward_function.path
-        return config, not named
+        return config, not (named or config.data.dataset)
     if not config.env.path:
         return config, False
     found = load_declaration(config.env)

@@ -73,5 +73,5 @@ def test_an_agent_that_cannot_begin_is_refused(
     settings = [f"agents.run={file}:solve", f"run.output_dir={runs}", "data.dataset_size=300"]
     assert run_command(["train", "-c", config, *settings, "data.val_size=8"]) == 2
     said = capsys.readouterr().err
-    assert all(word in said for word in ["agents.run", *words]), said
+    assert all(word in said for word in ["mine.py", *words]), said
     assert "Traceback" not in said and not runs.exists()

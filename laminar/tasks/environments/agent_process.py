@@ -26,12 +26,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any, NamedTuple
 
 from laminar.config import ConfigError
 from laminar.run.child_channel import BlockingChannel
-from laminar.run.user_file import load_user_function
 from laminar.tasks.data.prompts import PromptRow, from_plain
 from laminar.tasks.environments.chat_messages import (
     ChatRequest,
@@ -51,6 +51,7 @@ from laminar.tasks.environments.session_process import (
     seed_random,
 )
 from laminar.tasks.rewards.results import call_guarded
+from laminar.tasks.rewards.user_function import import_file
 
 BODY_BYTES_MAX = 16 << 20
 ALIVE_S = 10.0  #: between two signs of life to a client that waits for its turn
@@ -84,18 +85,16 @@ def main(fd: str, parent: str) -> None:
 
 def _load_agent(start: ForkServerStart) -> tuple[Serve, bool]:
     """Import the user's file; raise ConfigError."""
-    key, reference = "agents.run", f"{start.path}:{start.name}"
+    module = import_file(Path(start.path), what="agent", keys="agents.run")
+    function = getattr(module, start.name, None)
     try:
-        function = load_user_function(key, reference).function
-    except SystemExit as ended:
-        raise ConfigError(f"{key} = {reference!r} ends its process: {ended!r}") from None
-    try:
-        inspect.signature(function).bind({}, None)
-    except TypeError as error:
+        inspect.signature(function).bind({}, None)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{key} = {reference!r} cannot be called with a row and an endpoint: {error}; write "
-            f"{start.name}(task, endpoint)"
+            f"agents.run = '{start.path}:{start.name}' cannot be called with a row and an "
+            f"endpoint: {error}; write {start.name}(task, endpoint) in the file"
         ) from None
+    assert callable(function)
     return partial(_serve_session, function, start.path), True
 
 
@@ -175,7 +174,7 @@ class _Gate:
             client.show_life()
         reply: TurnRequest | None = self._channel.receive(TurnRequest)
         if reply is None:
-            os._exit(0)  # the replica has ended
+            raise ConnectionError("the replica has ended")  # as this process is about to
         self._asking = ""
         if reply.closed:
             self._refusal = reply

@@ -411,9 +411,10 @@ def test_a_session_has_its_own_key_and_variables(tmp_path):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("import nothing_like_this\ndef solve(task, endpoint): pass", "does not import"),
-        ("raise SystemExit(3)", "ends its process"),
-        ("solve = 3", "is not a function"),
+        ("import nothing_like_this", "own.py does not import: ModuleNotFoundError"),
+        ("raise SystemExit(3)", "own.py does not import: SystemExit: 3"),
+        ("solve = 3", "3 is not a callable object"),
+        ("", "None is not a callable object"),
         ("def solve(task): pass", "cannot be called with a row and an endpoint"),
     ],
 )
