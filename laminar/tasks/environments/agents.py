@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from laminar.config import Config, ConfigError
+from laminar.config import Config
 from laminar.config.tree import DataConfig
 from laminar.events.reasons import EndedBy
 from laminar.run.child_channel import ChildLost
@@ -88,7 +88,9 @@ class Chat:
                 return encode_prompt(self._form.tokenizer, row, self._form.data, asked.tools)
             new = self._find_new(self._asked, asked)
             return self._make_renderer(asked).render_messages(self._calls, new)
-        except ConfigError as error:
+        except RequestRefused:
+            raise
+        except Exception as error:  # templates raise various types
             raise RequestRefused(f"the messages cannot be rendered: {error}") from None
 
     def accept_request(self, asked: ChatRequest) -> None:

@@ -146,3 +146,11 @@ def test_a_turn_is_a_message(text, content, reasoning, calls):
     found = CallParser(model, TOOLS).parse_message(model.encode(text + END), [], text)
     assert found == (content, reasoning, calls)
     assert CallParser(model, []).parse_message(model.encode(text), [], text).calls == []
+
+
+def test_a_tool_may_have_any_schema():
+    parameters = {"properties": {"a": {"type": "array", "items": []}}, "required": None}
+    tools = read(tools=[{"function": {"name": "add", "parameters": parameters}}]).tools
+    text = '<tool_call>{"name": "add", "arguments": {"a": [1], "b": null}}</tool_call>'
+    found = CallParser(model := tokenizer(), tools).parse_message(model.encode(text), [], text)
+    assert found.calls == [ToolCall("add", {"a": [1], "b": None})]
