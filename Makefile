@@ -12,7 +12,7 @@ help:
 	@echo "make test-all     run the other tests, 65 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm notebook\""
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
-	@echo "make test-agents  set up OpenEnv and SkyRL-Gym in .venv-agents, then run the environments of docs/agents.md"
+	@echo "make test-agents  set up openai, OpenEnv and SkyRL-Gym in .venv-agents, then try the examples of docs/agents.md"
 	@echo "make test-notebook  run docs/quickstart.ipynb in a new environment with the wheel"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make release      the wheel, with a run of it, and the command that uploads it"
@@ -70,7 +70,7 @@ VLLM_TESTS ?= vllm
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m "vllm and ($(VLLM_TESTS))" --override-ini timeout=900 tests/vllm
 
-# The environments of docs/agents.md that need other libraries, installed in .venv-agents. If that
+# The environments and agents of docs/agents.md that need other libraries, installed in .venv-agents. If that
 # fails, pip prints the reason, and their tests are skipped.
 test-agents: .venv-agents/.installed
 	.venv-agents/bin/python -m pytest -m "long or not long" tests/tasks/test_agent_files.py

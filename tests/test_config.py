@@ -13,6 +13,7 @@ import pytest
 from laminar.config import Config, ConfigError, dump_config, known_keys, load_config, resolve_config
 from laminar.config.foreign_keys import FOREIGN, UNSUPPORTED
 from laminar.config.rules import slurm_seconds
+from laminar.events.base import Settings
 from tools.make import reference_toml
 
 ROOT = Path(__file__).parents[1]
@@ -560,6 +561,24 @@ def test_weights_in_flight_beside_what_makes_no_sense(settings: list[str], words
 def test_an_environment_beside_what_makes_no_sense(settings: list[str], words: str) -> None:
     given = [*GOOD, "env.path=tools.py", "env.max_turns=4"]
     assert load_config([], given).env.path.endswith("tools.py")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config([], [*given, *settings])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["env.path=tools.py"], "both name what has the turns"),
+        (["agents.run=solve"], "agents.run = 'solve' is not of the form path.py:function"),
+        (["data.system_prompt=Be."], "data.system_prompt has no effect with agents.run"),
+        (["env.turn_timeout_s=301"], "301 must be shorter than env.trajectory_timeout_s = 300"),
+        (['rollout.engine="emulated"'], "emulated tokens call no tool"),
+    ],
+)
+def test_an_agent_beside_what_makes_no_sense(settings: list[str], words: str) -> None:
+    given = [*GOOD, "agents.run=mine.py:solve"]
+    made = Settings.from_config(load_config([], given), ())
+    assert made.has_environment and made.turn_timeout_ms == 120_000
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_config([], [*given, *settings])
 

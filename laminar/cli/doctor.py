@@ -270,7 +270,7 @@ def _check_model(config: Config, *, here: bool) -> str:
 
 def _check_data(config: Config) -> str:
     data = localize_data(config).data
-    prompts = load_prompts(data, with_columns=bool(config.env.path))
+    prompts = load_prompts(data, with_columns=config.has_sessions)
     return f"{len(prompts.train)} prompts, {len(prompts.held_out)} held out"
 
 

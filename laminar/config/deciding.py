@@ -58,4 +58,6 @@ def list_fields(config: Section) -> list[tuple[str, type, Any]]:
 
 def list_values(config: Section) -> dict[str, Any]:
     """Return the values by name, without those of sections that are not used."""
-    return {mark.name: value for section, mark, value in _iter_marked(config) if section.is_used}
+    return {
+        mark.name: value for section, mark, value in _iter_marked(config) if config.uses(section)
+    }

@@ -40,3 +40,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def is_used(self) -> bool:
         """Whether the section's keys decide anything; else `Settings` has their `absent` values."""
         return True
+
+    def uses(self, part: Section) -> bool:
+        """Return whether a part's keys decide anything."""
+        return part.is_used

@@ -51,7 +51,7 @@ def check_together(c: Config) -> None:
             f"store.payload_gb = {c.store.payload_gb:g} with trainer.save_freq = 0: only what a "
             "checkpoint covers can go; give trainer.save_freq, or store.payload_gb = 0"
         )
-    context = c.env.max_context_tokens if c.env.path else 0
+    context = c.env.max_context_tokens if c.has_sessions else 0
     longest = c.data.max_prompt_length + c.data.max_response_length + context
     if c.max_model_len < longest:
         of_tools = " + env.max_context_tokens" if context else ""
@@ -281,32 +281,50 @@ def _check_reward(c: Config) -> None:
 
 
 def _check_environment(c: Config) -> None:
-    """Check an environment's settings, and that no call may wait longer than its batch."""
+    """Check an environment's or agent's settings, and that no call waits longer than its batch."""
     env = c.env
-    if not env.path:
+    if not c.has_sessions:
         if env != type(env)():
             raise ConfigError("[env] has settings, but env.path is empty: name the file of a class")
         return
+    named = f"env.path = {env.path!r}" if env.path else f"agents.run = {c.agents.run!r}"
     if c.is_emulated:
         raise ConfigError(
-            f'env.path = {env.path!r} with rollout.engine = "emulated": emulated tokens call no '
-            "tool; remove one of them"
+            f'{named} with rollout.engine = "emulated": emulated tokens call no tool; remove one '
+            "of them"
         )
     if not c.data.apply_chat_template:
         raise ConfigError(
-            f"env.path = {env.path!r} with data.apply_chat_template = false: the chat template "
-            "writes tools and their results; set it to true"
+            f"{named} with data.apply_chat_template = false: the chat template writes tools and "
+            "their results; set it to true"
         )
     if c.reward.scope == "group":
         raise ConfigError(
-            f'env.path = {env.path!r} with reward.scope = "group": siblings end their turns one by '
-            'one; give "auto"'
+            f'{named} with reward.scope = "group": siblings end their turns one by one; give "auto"'
         )
+    if c.agents.run:
+        _check_agent(c)
     _check_nesting(c)
     if c.max_sessions < c.rollout.max_num_seqs:
         raise ConfigError(
             f"env.max_sessions = {env.max_sessions} is smaller than rollout.max_num_seqs = "
             f"{c.rollout.max_num_seqs}: each sequence has a session; raise it, or give 0"
+        )
+
+
+def _check_agent(c: Config) -> None:
+    """Check that nothing else names sessions, or writes the messages of an agent."""
+    if c.env.path or c.env.name:
+        raise ConfigError(
+            f"env.path = {c.env.path!r} and agents.run = {c.agents.run!r} both name what has the "
+            "turns: remove one of them"
+        )
+    if not all(c.agents.run.rpartition(":")[::2]):
+        raise ConfigError(f"agents.run = {c.agents.run!r} is not of the form path.py:function")
+    if c.data.system_prompt:
+        raise ConfigError(
+            f"data.system_prompt has no effect with agents.run = {c.agents.run!r}, as an agent "
+            "writes its messages: remove it"
         )
 
 
@@ -318,7 +336,7 @@ def _check_nesting(c: Config) -> None:
         ("env.trajectory_timeout_s", c.env.trajectory_timeout_s),
         ("trainer.batch_timeout_s", c.trainer.batch_timeout_s),
     ]
-    for (inner, shorter), (outer, longer) in pairwise(limits):
+    for (inner, shorter), (outer, longer) in pairwise(limits[1:] if c.agents.run else limits):
         if shorter >= longer:
             raise ConfigError(
                 f"{inner} = {shorter:g} must be shorter than {outer} = {longer:g}, which includes "

@@ -198,7 +198,7 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     ] = 0
     max_turns: Annotated[Count, doc("turns of a response at most")] = 10
     max_context_tokens: Annotated[
-        Count, doc("context tokens of one response: tool results, with their template")
+        Count, doc("context tokens of one response: tool results or messages, with their template")
     ] = 2_048
     tool_timeout_s: Annotated[Seconds, doc("the longest call of a tool; then it is killed")] = 30.0
     memory_mb: Annotated[Natural, doc("memory of each process of a session; 0: no limit")] = 4_096
@@ -211,9 +211,15 @@ class EnvConfig(Section, frozen=True, kw_only=True):
         str, doc("the JSON schemas of the tools, as the class declares them when a run starts")
     ] = ""
 
-    @property
-    def is_used(self) -> bool:
-        return bool(self.path)
+
+class AgentsConfig(Section, frozen=True, kw_only=True):
+    """Agent, a program that calls a chat API; [env] has its limits; see docs/agents.md."""
+
+    run: Annotated[
+        str,
+        path_form("code:name"),
+        doc("path.py:function, called with a row and its endpoint; empty: none"),
+    ] = ""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
@@ -452,6 +458,7 @@ class Config(Section, frozen=True, kw_only=True):
     async_: AsyncConfig = msgspec.field(default=AsyncConfig(), name="async")
     reward: RewardConfig = RewardConfig()
     env: EnvConfig = EnvConfig()
+    agents: AgentsConfig = AgentsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
@@ -469,6 +476,14 @@ class Config(Section, frozen=True, kw_only=True):
     def is_emulated(self) -> bool:
         """Whether no model is loaded: engines, trainer, prompts and rewards are emulated."""
         return self.rollout.engine == "emulated"
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether trajectories have sessions: those of an environment, or those of an agent."""
+        return bool(self.env.path or self.agents.run)
+
+    def uses(self, part: Section) -> bool:
+        return self.has_sessions if part is self.env else part.is_used
 
     @property
     def run_dir(self) -> Path:
@@ -494,7 +509,7 @@ class Config(Section, frozen=True, kw_only=True):
     @property
     def max_model_len(self) -> int:
         """The tokens of prompt, response and tool results together that an engine must hold."""
-        context = self.env.max_context_tokens if self.env.path else 0
+        context = self.env.max_context_tokens if self.has_sessions else 0
         return self.rollout.max_model_len or (
             self.data.max_prompt_length + self.data.max_response_length + context
         )
@@ -502,7 +517,7 @@ class Config(Section, frozen=True, kw_only=True):
     @property
     def max_sessions(self) -> Annotated[int, Decides(absent=0)]:
         """The sessions of one replica: those that generate, and as many between two turns."""
-        if not self.env.path:
+        if not self.has_sessions:
             return 0
         rollout = self.rollout
         return self.env.max_sessions or 2 * (rollout.max_num_seqs + rollout.group_size)

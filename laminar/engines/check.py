@@ -54,7 +54,7 @@ def check_engine(config: Config, *, here: bool = True) -> None:
     except EngineError as error:
         raise ConfigError(f"model.name = {name!r}: {error}") from None
     if positions and config.max_model_len > positions:
-        context = " + env.max_context_tokens" if config.env.path else ""
+        context = " + env.max_context_tokens" if config.has_sessions else ""
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length{context} = "
             f"{config.max_model_len} is more than the {positions} positions of model {name!r}; "

@@ -102,6 +102,7 @@ def check_settings(config: Config, *, here: bool = True) -> Config:
         )
         for path in dict.fromkeys(entry.path for entry in config.reward.functions):
             check_import(path, "reward.functions.path")
+        check_import(config.agents.run.rpartition(":")[0], "agents.run")
         check_functions(config.algorithm)
     _check_strategy(config)
     return config
@@ -130,7 +131,7 @@ def look_at_data(config: Config, known: str = "", prompts: PromptSet | None = No
     check_tokenizer(config.model.name, tokenizer)
     check_files(config)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
-    prompts = prompts or load_prompts(config.data, with_columns=bool(config.env.path))
+    prompts = prompts or load_prompts(config.data, with_columns=config.has_sessions)
     prompts, tools = prompts.select_for(known), decode_tools(config.env)
     if not scores_itself:
         check_rows(spec, [*prompts.train, *prompts.held_out])
@@ -155,7 +156,7 @@ def look_at_data(config: Config, known: str = "", prompts: PromptSet | None = No
             response_sampler(tokenizer, ends),
             config.rollout.group_size,
         ),
-        resets=prompts.train[:ROWS] if config.env.path else [],
+        resets=prompts.train[:ROWS] if config.has_sessions else [],
         data_digest=prompts.digest,
         warnings=row_warnings(tokenizer, prompts, spec, config.data)
         | warn_turn_end(tokenizer, config.data, sorted(ends)),
@@ -184,7 +185,14 @@ def response_sampler(tokenizer: PreTrainedTokenizerBase, ends: Container[int]) -
 def look_at_environment(
     config: Config, spec: RewardSpec, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Config, bool]:
-    """Return the config with the environment's tools, and whether the environment scores."""
+    """Return the config with the environment's tools, and whether the environment scores.
+
+    An agent may score, so that functions are checked only if the config names them.
+    """
+    if config.agents.run:
+        reward = config.reward
+        named = reward.kind != "auto" or reward.functions or reward.custom_reward_function.path
+        return config, not (named or config.data.dataset)
     if not config.env.path:
         return config, False
     found = load_declaration(config.env)

@@ -59,7 +59,7 @@ class PreforkedNode:
         """Return the plan as the function of this name does, which the warm process calls."""
         channel = BlockingChannel(self._checks)
         is_made = bool(config.data.dataset) and not config.is_emulated
-        prompts = load_prompts(config.data, with_columns=bool(config.env.path)) if is_made else None
+        prompts = load_prompts(config.data, with_columns=config.has_sessions) if is_made else None
         channel.send((config, known, prompts))
         reply = channel.receive(tuple[RunPlan] | Refused)
         if isinstance(reply, Refused):

@@ -28,7 +28,7 @@ from laminar.core.state.failures import Failure, FailureKind
 from laminar.engines.check import probe_vllm
 from laminar.events.base import COORDINATOR
 from laminar.launch import preflight, resume_check
-from laminar.launch.env_check import show_resets
+from laminar.launch.env_check import show_beginnings
 from laminar.launch.exit_handling import print_error
 from laminar.launch.layouts import layout_lines, list_layouts
 from laminar.launch.memory_check import check_memory, estimate_memory, memory_lines, this_machine
@@ -151,7 +151,7 @@ def plan_run(
     console.print_lines(files.lines if files is not None else [])
     found = plan.warnings | (find_idle_gpus(plan.config) if machines else {})
     if plan.config.reward.trial and plan.resets:
-        show_resets(plan.config.env, plan.resets, console)
+        show_beginnings(plan.config, plan.resets, console)
     if plan.config.reward.trial and plan.trial:
         found |= show_trial(plan.reward, plan.config.reward, plan.trial, console)
     return plan, found

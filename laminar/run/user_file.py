@@ -35,7 +35,7 @@ def run_file_digests(config: Config) -> dict[str, str]:
     """Return the digests of the reward, environment and strategy files that exist, by path."""
     reward, strategy = config.reward, config.algorithm.batch_strategy
     paths = [reward.custom_reward_function.path, *(entry.path for entry in reward.functions)]
-    paths += [config.env.path, strategy.rpartition(":")[0]]
+    paths += [config.env.path, *(f.rpartition(":")[0] for f in (config.agents.run, strategy))]
     return {path: digest_file(Path(path)) for path in paths if Path(path).is_file()}
 
 

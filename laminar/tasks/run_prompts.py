@@ -42,7 +42,7 @@ class RunPrompts:
         return await asyncio.to_thread(self._tokenise_prompts, prompts)
 
     def _load(self) -> LoadedPrompts:
-        prompts = load_prompts(self._config.data, with_columns=bool(self._config.env.path))
+        prompts = load_prompts(self._config.data, with_columns=self._config.has_sessions)
         self._tokenizer = load_tokenizer(self._config.model.name)
         return self._check_rows(self._tokenizer, prompts)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from laminar.config import ConfigError
+from laminar.cli.commands import run_command
+from laminar.config import Config, ConfigError
 from laminar.config.tree import EnvConfig
-from laminar.launch.env_check import show_resets
+from laminar.launch.env_check import show_beginnings
 from laminar.tasks.data.prompts import PromptRow
 
 pytestmark = pytest.mark.process
@@ -25,7 +26,8 @@ def shown(tmp_path: Path, reset: str, **env: float) -> list[str]:
         "    def go(self):\n        'Go.'\n"
     )
     out = io.StringIO()
-    show_resets(EnvConfig(path=str(path), **env), ROWS, Console(file=out, soft_wrap=True))
+    config = Config(env=EnvConfig(path=str(path), **env))
+    show_beginnings(config, ROWS, Console(file=out, soft_wrap=True))
     return out.getvalue().splitlines()
 
 
@@ -52,3 +54,24 @@ def test_reset_that_works_for_no_row_is_refused(tmp_path: Path, reset: str, word
         shown(tmp_path, reset, tool_timeout_s=0.5)
     said = str(caught.value)
     assert word in said and "reward.trial = false" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ("import nothing_like_this", ["does not import", "No module named"]),
+        ("def solve(task, endpoint): return 1", ["on all 3 rows", "it returned 1"]),
+        ("def solve(task, endpoint): raise OSError('no docker')", ["no docker (mine.py:1)"]),
+    ],
+)
+def test_an_agent_that_cannot_begin_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], agent: str, words: list[str]
+) -> None:
+    file, runs = tmp_path / "mine.py", tmp_path / "runs"
+    file.write_text(agent)
+    config = str(Path(__file__).parents[2] / "configs/agents/openai_calculator.toml")
+    settings = [f"agents.run={file}:solve", f"run.output_dir={runs}", "data.dataset_size=300"]
+    assert run_command(["train", "-c", config, *settings, "data.val_size=8"]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ["mine.py", *words]), said
+    assert "Traceback" not in said and not runs.exists()

@@ -18,6 +18,7 @@ from tests.run.conftest import ROOT, Finished, check_books, history, train
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 CONFIG = "configs/recipes/calculator/run.toml"
+AGENTS = "configs/agents/openai_calculator.toml"
 SMALL = (
     "trainer.total_training_steps=3",
     "trainer.test_freq=0",
@@ -34,7 +35,7 @@ import subprocess
 from pathlib import Path
 
 def parent(pid):
-    return int(Path(f"/proc/{{pid}}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 class Killer:
     def reset(self, **row):
@@ -50,12 +51,37 @@ class Killer:
         leave = "sleep 1000 >/dev/null & echo $!"  # in a session without a parent
         daemon = subprocess.check_output(["setsid", "sh", "-c", leave])
         with open({log!r}, "a") as log:
-            log.write(f"{{int(daemon)}}\\n")
+            log.write(f"{int(daemon)}\\n")
         if len(Path({log!r}).read_text().splitlines()) == 3:
             os.kill(parent(parent(os.getppid())), signal.SIGKILL)
             signal.pause()
         return a + b
 """
+AGENT = (
+    KILLS
+    + """
+
+import json
+import urllib.request
+
+NUMBERS = dict.fromkeys("ab", dict(type="integer"))
+ADD = dict(name="add", parameters=dict(type="object", properties=NUMBERS))
+
+def solve(task, endpoint):
+    messages = [dict(role="user", content=task["prompt"])]
+    headers = dict(Authorization="Bearer " + endpoint.api_key)
+    while True:
+        body = json.dumps(dict(messages=messages, tools=[dict(function=ADD)])).encode()
+        request = urllib.request.Request(endpoint.base_url + "/chat/completions", body, headers)
+        said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+        result = str(Killer().add(1, 2))  # once for each turn that was read
+        if "tool_calls" not in said:
+            return None
+        messages.append(said)
+        for call in said["tool_calls"]:
+            messages.append(dict(role="tool", tool_call_id=call["id"], content=result))
+"""
+)
 
 
 def effects(run: Finished) -> list[tuple[str, int, int, str]]:
@@ -100,13 +126,19 @@ def test_who_dies_around_a_call_costs_no_sibling_and_makes_no_call_twice(tmp_pat
 
 
 @pytest.mark.parametrize("call_semantics", ["at-most-once", "retryable"])
+@pytest.mark.parametrize("kind", ["environment", "agent"])
 def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
-    tmp_path: Path, call_semantics: str
+    tmp_path: Path, call_semantics: str, kind: str
 ) -> None:
     tool, log = tmp_path / "killer.py", tmp_path / "log"
-    tool.write_text(KILLS.format(log=str(log)))
-    words = (f"env.path={tool}", "env.name=Killer", f'env.call_semantics="{call_semantics}"')
-    run = train(tmp_path, *SMALL, *words, config=CONFIG)
+    words = (f"env.path={tool}", "env.name=Killer")
+    source, config = KILLS, CONFIG
+    if kind == "agent":
+        words = (f"agents.run={tool}:solve",)
+        source, config = AGENT, AGENTS
+    tool.write_text(source.replace("{log!r}", repr(str(log))))
+    words += (f'env.call_semantics="{call_semantics}"',)
+    run = train(tmp_path, *SMALL, *words, config=config)
     assert run.code == 0, run.output
     check_books(run)
     events = list(history(run.directory))

@@ -1,4 +1,4 @@
-"""The environments of docs/agents.md, each in real sessions.
+"""The environments and agents of docs/agents.md, each in real sessions.
 
 Those of other libraries need these: `make test-agents` has them.
 """
@@ -21,6 +21,8 @@ from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.session_process import ResetRequest, RewardRequest, ToolRequest
 from laminar.tasks.environments.user_class import load_declaration
 from laminar.tasks.sandbox.sandbox import Sandbox
+from tests.tasks.environments.test_agents import add, in_bench
+from tools.kit.tool_models import END
 
 pytestmark = pytest.mark.process
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -148,3 +150,56 @@ async def test_an_environment_of_skyrl_gym():
         assert await use(opened, "submit", text="#### 42") == "The task is over."
         score = (await opened.send_request(RewardRequest(), LIMIT_S)).result.reward
         assert score == pytest.approx(1.0 + 0.2 / 5)
+
+
+@needs("openai")
+def test_the_tool_loop_of_the_openai_sdk(tmp_path):
+    async def body(bench):
+        await bench.begin()
+        assert await bench.say(add(1, 2)) == f"\n<s>tool\n3{END}\n<s>assistant\n"
+        assert (await bench.say(add('"x"', 2))).startswith("\n<s>tool\nerror: ")
+        done = await bench.say("end")
+        assert (done.result, done.text, done.reason) == (None, "end", "")
+        bench.agents.end_session("t")
+        await bench.begin()
+        assert (await bench.say(add(1, 2), room=3)).reason == "context-full"
+
+    in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/openai_calculator.py:solve")
+
+
+@needs("openai")
+def test_a_stream_and_retries_of_the_openai_sdk(tmp_path):
+    agent = """
+    import openai
+
+    class Client(openai.AsyncOpenAI):
+        async def _prepare_request(self, request):
+            note("asked")
+
+    async def solve(task, endpoint):
+        client = Client(timeout=1.0, max_retries=100)
+        messages, stream = [user("a")], task["stream"]
+        for _ in range(2):
+            reply = await client.chat.completions.create(
+                model="any", messages=messages, tools=TOOLS, stream=stream
+            )
+            if stream:
+                deltas = [chunk.choices[0].delta async for chunk in reply]
+                text = "".join(delta.content or "" for delta in deltas)
+            else:
+                text = reply.choices[0].message.content
+            messages += [dict(role="assistant", content=text), user("b")]
+        return dict(score=1, text=text)
+    """
+
+    async def body(bench):
+        for stream in (True, False):
+            bench.agents.end_session("t")
+            await bench.begin(stream=stream)
+            before = bench.log.read_text().count("asked")
+            while bench.log.read_text().count("asked") < before + 2:  # its client gives up
+                await asyncio.sleep(0.05)
+            assert await bench.say("one") == f"\n<s>user\nb{END}\n<s>assistant\n"
+            assert (await bench.say("two")).result.extras == {"text": "two"}
+
+    in_bench(tmp_path, agent, body)

@@ -21,6 +21,7 @@ from laminar.run.directory import engine_log, reward_log
 from laminar.run.fail_points import RUN_VARIABLE
 from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_tokenizer
+from laminar.tasks.environments.agents import Agents
 from laminar.tasks.environments.pool import Environments
 from laminar.tasks.environments.renderer import Renderer
 from laminar.tasks.environments.session_pool import SessionPool
@@ -66,7 +67,7 @@ class RealParts:
         self.rewards = make_reward_pool(host, self._printed)
         steps = EngineSteps(host.run_dir, host.name)
         self._steps = host.add_outlet("engine steps", steps.write)
-        self.environments: Environments | None = None
+        self.environments: Environments | Agents | None = None
 
     async def start_engine(
         self, seed: int, on_deltas: Callable[[list[TokenDelta]], None]
@@ -75,7 +76,11 @@ class RealParts:
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, self._tokenizer)
         self._decode = make_response_decoder(self._tokenizer, self.stop_ids)
-        if config.env.path:
+        if config.agents.run:
+            self.environments = Agents(
+                config, self._tokenizer, self.stop_ids, self._decode, self._printed
+            )
+        elif config.has_sessions:
             self.environments = self._make_environments()
         output = engine_log(self._host.run_dir, self._host.name)
         size = get_tokenizer_size(self._tokenizer)

@@ -28,7 +28,7 @@ def convert_arguments(
     arguments: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments with the types of the schema; raise ValueError."""
-    known, required = parameters.get("properties", {}), parameters.get("required", ())
+    known, required = parameters.get("properties", {}), parameters.get("required") or ()
     return {
         name: value
         if value is None and name not in required
@@ -38,9 +38,10 @@ def convert_arguments(
 
 
 def list_types(schema: Mapping[str, Any]) -> list[str]:
-    """Return the types that a schema allows; empty: any."""
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    """Return the types that a schema allows; empty: any, as of what is no schema."""
+    kinds = schema.get("type", []) if isinstance(schema, Mapping) else []
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = [kind for kind in kinds if isinstance(kind, str)]
     return [*kinds, "null"] if kinds and schema.get("nullable") else kinds
 
 

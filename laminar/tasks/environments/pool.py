@@ -1,7 +1,8 @@
-"""Environments of a replica: they answer the turns of its trajectories.
+"""Sessions of a replica, which answer the turns of its trajectories: those of environments.
 
 Reads   the turn's ids; the user's class, in a process for each trajectory (session_pool.py)
-Gives   NextTurn, with the ids of the tools' answers, or TrajectoryDone, with the reward
+Gives   Sessions, the base of agents.py too; Environments: NextTurn, with the ids of the tools'
+        answers, or TrajectoryDone, with the reward
 Raises  SessionLost if the effects of a call are unknown; EnvironmentFailed if the environment
         itself is the cause
 
@@ -15,16 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
 
 from laminar.config import Config, ConfigError
 from laminar.config.tree import EnvConfig, RewardConfig
 from laminar.events.reasons import EndedBy
 from laminar.run.child_channel import ChildLost
 from laminar.tasks.environments.renderer import CallResult, Renderer
-from laminar.tasks.environments.session_pool import AllSessionsDied, SessionPool
-from laminar.tasks.environments.session_pool import SessionProcess as Process
+from laminar.tasks.environments.session_pool import AllSessionsDied, SessionPool, SessionProcess
 from laminar.tasks.environments.session_process import (
+    Reply,
     Request,
     RewardReply,
     RewardRequest,
@@ -49,11 +52,11 @@ ANSWERED_MAX = 1024  #: maximum finished trajectories whose answers are kept for
 Intend = Callable[[tuple[Effect, ...]], Awaitable[None]]
 
 
-class _CallKilled(Exception):
+class CallKilled(Exception):
     """The kill of a session whose request ran too long."""
 
 
-class _TimeBudget:
+class TimeBudget:
     """The time left to the calls of a turn."""
 
     def __init__(self, env: EnvConfig, spent_s: float) -> None:
@@ -64,11 +67,16 @@ class _TimeBudget:
         }
         self._tool_timeout_s = env.tool_timeout_s
 
+    def of_a_turn(self) -> tuple[float, EndedBy]:
+        """Return the time limit of the turn, and the reason to report if it is reached."""
+        reason = min(self._limits, key=lambda known: self._limits[known])
+        return self._limits[reason], reason
+
     def of_a_call(self) -> tuple[float, EndedBy]:
         """Return the time limit of the next call, and the reason to report if it is reached."""
-        reason = min(self._limits, key=lambda known: self._limits[known])
-        if self._limits[reason] < self._tool_timeout_s:
-            return self._limits[reason], reason
+        limit_s, reason = self.of_a_turn()
+        if limit_s < self._tool_timeout_s:
+            return limit_s, reason
         return self._tool_timeout_s, EndedBy.TOOL_TIMEOUT
 
     def spend_seconds(self, seconds: float) -> None:
@@ -76,53 +84,63 @@ class _TimeBudget:
             self._limits[reason] -= seconds
 
 
-class _TimeLimitReached(Exception):
-    """The end of a turn because a call timed out or had no time left."""
+class LiveSession(Protocol):
+    """A session's process."""
 
-    def __init__(self, reason: EndedBy) -> None:
-        self.reason = reason
+    @property
+    def ended(self) -> asyncio.Future[ChildLost]: ...
+
+    def kill(self) -> None: ...
 
 
-class _Conversation:
+Live = TypeVar("Live", bound=LiveSession)
+T = TypeVar("T")
+
+
+class Conversation(Generic[Live]):
     """A trajectory with its session and the answers to its turns."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.busy = asyncio.Lock()  #: lock of a single request; repeated ones find the answer
-        self.process: Process | None = None
-        self.prompt_ids: tuple[int, ...] | None = None  #: prompt with the text of reset
+        self.process: Live | None = None
+        self.prompt_ids: tuple[int, ...] | None = None  #: prompt with what the session adds
         self.answers: dict[int, NextTurn | TrajectoryDone] = {}  #: by turn
         self.killed_after_s = 0.0  #: run time of a call that was killed, or 0
         self.has_room = False  #: holds one of env.max_sessions
         self.forgotten = False
 
 
-class Environments:
+class Sessions(ABC, Generic[Live]):
     """The sessions of a replica."""
 
-    def __init__(
-        self,
-        config: Config,
-        pool: SessionPool,
-        renderer: Renderer,
-        parser: CallParser,
-        decode: Callable[[list[int]], str],
-    ) -> None:
-        """Connect the parts; `decode` returns the text of a turn without its end token."""
+    what: str  #: kind of user code, in reasons of failures
+    reset_failed: str  #: beginning of the reason if no session could be started
+
+    def __init__(self, config: Config, pool: SessionPool) -> None:
         self.sessions_lost = 0  #: number of sessions that ended by themselves
         self.sessions_killed = 0  #: number of sessions killed because a call ran too long
-        self._env, self._reward = config.env, config.reward
-        self._pool, self._renderer, self._parser = pool, renderer, parser
-        self._decode = decode
+        self._env, self._reward, self._pool = config.env, config.reward, pool
         self._room = asyncio.Semaphore(config.max_sessions)
-        self._conversations: dict[str, _Conversation] = {}
+        self._conversations: dict[str, Conversation[Live]] = {}
+
+    @abstractmethod
+    async def _start_session(
+        self, conversation: Conversation[Live], process: SessionProcess
+    ) -> tuple[Live, tuple[int, ...] | None] | str:
+        """Start the user's code; return the session and the prompt's ids, or why it failed."""
+
+    @abstractmethod
+    async def _answer_turn(
+        self, conversation: Conversation[Live], call: TurnCall, intend: Intend
+    ) -> NextTurn | TrajectoryDone: ...
 
     async def start(self) -> None:
         """Import the user's file; raise ConfigError, SessionLost."""
         try:
             await self._pool.start()
         except ChildLost as died:
-            raise SessionLost(f"the environment could not start: {died}") from None
+            raise SessionLost(f"{self.what} could not start: {died}") from None
 
     async def close(self) -> None:
         await self._pool.close()
@@ -169,19 +187,19 @@ class Environments:
 
     # --- sessions -------------------------------------------------------------------------------
 
-    def _get_conversation(self, session: Session) -> _Conversation:
+    def _get_conversation(self, session: Session) -> Conversation[Live]:
         """Return the conversation of this attempt, and end one of an earlier attempt."""
         found = self._conversations.get(session.trajectory_id)
         if found is not None and found.session.attempt == session.attempt:
             return found
         self.end_session(session.trajectory_id)
-        found = self._conversations[session.trajectory_id] = _Conversation(session)
+        found = self._conversations[session.trajectory_id] = Conversation(session)
         over = [i for i, c in self._conversations.items() if c.process is None and c.answers]
         for trajectory_id in over[: max(0, len(over) - ANSWERED_MAX)]:
             del self._conversations[trajectory_id]
         return found
 
-    async def _acquire_slot(self, conversation: _Conversation) -> None:
+    async def _acquire_slot(self, conversation: Conversation[Live]) -> None:
         """Wait for one of env.max_sessions.
 
         A restarted session does not wait: the coordinator has counted its trajectory already.
@@ -196,7 +214,7 @@ class Environments:
             ) from None
         conversation.has_room = True
 
-    async def _begin_session(self, conversation: _Conversation) -> None:
+    async def _begin_session(self, conversation: Conversation[Live]) -> None:
         """Open and reset a session; raise SessionLost."""
         reason = ""
         for _ in range(1 + self._reward.max_retries):
@@ -205,29 +223,22 @@ class Environments:
             except ChildLost as died:
                 reason = str(died)
                 continue
-            row, seed = conversation.session.row, conversation.session.seed
-            said = await process.reset(row, seed, self._env.tool_timeout_s)
-            if not said.failed and not conversation.forgotten:
-                return self._attach_process(conversation, process, said)
+            try:
+                started = await self._start_session(conversation, process)
+            except BaseException:
+                process.kill()
+                raise
+            if not isinstance(started, str) and not conversation.forgotten:
+                conversation.process, conversation.prompt_ids = started
+                return
             process.kill()
             if conversation.forgotten:
                 raise SessionLost("its trajectory is no longer needed")
             self.sessions_lost += 1
-            reason = said.text or ""
-        raise EnvironmentFailed(f"reset failed; last reason: {reason}")
+            reason = str(started)
+        raise EnvironmentFailed(f"{self.reset_failed}; last reason: {reason}")
 
-    def _attach_process(
-        self, conversation: _Conversation, process: Process, said: TextReply
-    ) -> None:
-        conversation.process = process
-        if said.text:
-            try:
-                ids = self._renderer.render_prompt(conversation.session.row, said.text)
-            except ConfigError as error:
-                raise EnvironmentFailed(f"the text of reset cannot be rendered: {error}") from None
-            conversation.prompt_ids = tuple(ids)
-
-    def _close_session(self, conversation: _Conversation) -> None:
+    def _close_session(self, conversation: Conversation[Live]) -> None:
         process, conversation.process = conversation.process, None
         if process is not None:
             process.kill()
@@ -235,7 +246,7 @@ class Environments:
             conversation.has_room = False
             self._room.release()
 
-    async def _ensure_process(self, conversation: _Conversation, call: TurnCall) -> Process:
+    async def _ensure_process(self, conversation: Conversation[Live], call: TurnCall) -> Live:
         """Return the session of a turn, restarted if permitted; raise SessionLost."""
         if conversation.process is not None and conversation.process.ended.done():
             self._close_session(conversation)  # it ended before this turn
@@ -246,25 +257,45 @@ class Environments:
         assert conversation.process is not None
         return conversation.process
 
-    async def _send_request(
-        self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
-    ) -> tuple[TextReply | RewardReply, float]:
-        """Return the reply to a request and its seconds; retry in a new session if permitted.
+    async def _record_intent(
+        self,
+        conversation: Conversation[Live],
+        call: TurnCall,
+        intend: Intend,
+        effects: tuple[Effect, ...],
+    ) -> None:
+        """Make at-most-once calls durable before they are made; raise SessionLost."""
+        if self._env.call_semantics != "at-most-once":
+            return
+        if any(effect.status == "intended" for effect in call.stored):
+            raise SessionLost("the outcome of its last call is unknown")
+        await self._ensure_process(conversation, call)
+        await intend(effects)
 
-        Raises _CallKilled, SessionLost.
+    async def _use_session(
+        self,
+        conversation: Conversation[Live],
+        call: TurnCall,
+        use: Callable[[Live], Awaitable[T]],
+        limit_s: float,
+    ) -> tuple[T, float]:
+        """Return the result of `use` and its seconds; retry in a new session if permitted.
+
+        Raises CallKilled after `limit_s`, SessionLost.
         """
         attempts = 1 if self._env.call_semantics == "at-most-once" else 1 + self._reward.max_retries
         for _ in range(attempts):
             process = await self._ensure_process(conversation, call)
             began = asyncio.get_running_loop().time()
             try:
-                reply = await process.send_request(request, limit_s)
+                async with asyncio.timeout(limit_s):
+                    reply = await use(process)
                 return reply, asyncio.get_running_loop().time() - began
             except TimeoutError:
                 self.sessions_killed += 1
                 conversation.killed_after_s = limit_s
                 self._close_session(conversation)
-                raise _CallKilled from None
+                raise CallKilled from None
             except ChildLost as error:
                 self.sessions_lost += 1
                 self._close_session(conversation)
@@ -272,7 +303,48 @@ class Environments:
         lost = SessionLost if isinstance(died, AllSessionsDied) else EnvironmentFailed
         raise lost(f"its process ended during a call: {died}")
 
-    # --- answers to turns -----------------------------------------------------------------------
+
+_Conversation = Conversation[SessionProcess]
+
+
+class _TimeLimitReached(Exception):
+    """The end of a turn because a call timed out or had no time left."""
+
+    def __init__(self, reason: EndedBy) -> None:
+        self.reason = reason
+
+
+class Environments(Sessions[SessionProcess]):
+    """The environments of a replica."""
+
+    what, reset_failed = "the environment", "reset failed"
+
+    def __init__(
+        self,
+        config: Config,
+        pool: SessionPool,
+        renderer: Renderer,
+        parser: CallParser,
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        """Connect the parts; `decode` returns the text of a turn without its end token."""
+        super().__init__(config, pool)
+        self._renderer, self._parser, self._decode = renderer, parser, decode
+
+    async def _start_session(
+        self, conversation: _Conversation, process: SessionProcess
+    ) -> tuple[SessionProcess, tuple[int, ...] | None] | str:
+        """Reset the environment."""
+        row, seed = conversation.session.row, conversation.session.seed
+        said = await process.reset(row, seed, self._env.tool_timeout_s)
+        if said.failed:
+            return said.text or ""
+        if not said.text:
+            return process, None
+        try:
+            return process, tuple(self._renderer.render_prompt(row, said.text))
+        except ConfigError as error:
+            raise EnvironmentFailed(f"the text of reset cannot be rendered: {error}") from None
 
     async def _answer_turn(
         self, conversation: _Conversation, call: TurnCall, intend: Intend
@@ -285,13 +357,8 @@ class Environments:
         if not calls or call.turn + 1 >= self._env.max_turns:
             reason = EndedBy.MAX_TURNS if calls else EndedBy.NONE
             return await self._finish_trajectory(conversation, call, text, reason, [])
-        if self._env.call_semantics == "at-most-once":
-            if any(effect.status == "intended" for effect in call.stored):
-                raise SessionLost("the outcome of its last call is unknown")
-            await self._ensure_process(conversation, call)
-            await intend(
-                tuple(_make_effect(i, c, "intended") for i, c in enumerate(calls) if _can_run(c))
-            )
+        planned = (_make_effect(i, c, "intended") for i, c in enumerate(calls) if _can_run(c))
+        await self._record_intent(conversation, call, intend, tuple(planned))
         effects: list[Effect] = []
         try:
             answers = await self._run_calls(conversation, call, calls, effects)
@@ -315,7 +382,7 @@ class Environments:
         effects: list[Effect],
     ) -> list[CallResult]:
         """Run the calls of a turn and return their answers; append each outcome to `effects`."""
-        answers, left = list[CallResult](), _TimeBudget(self._env, call.seconds)
+        answers, left = list[CallResult](), TimeBudget(self._env, call.seconds)
         for i, one in enumerate(calls):
             if not _can_run(one):
                 answers.append((one, f"error: {one.refusal_reason}"))
@@ -326,9 +393,9 @@ class Environments:
             use = ToolRequest(one.tool, json.dumps(one.arguments))
             try:
                 said, seconds = await self._send_request(conversation, call, use, limit_s)
-            except _CallKilled:
+            except CallKilled:
                 effects.append(
-                    _make_effect(i, one, "timed-out", _describe_timeout(limit_s), limit_s)
+                    _make_effect(i, one, "timed-out", describe_timeout(limit_s), limit_s)
                 )
                 raise _TimeLimitReached(over) from None
             assert isinstance(said, TextReply)
@@ -358,22 +425,30 @@ class Environments:
         """Return the session's reward, or a timeout if the session was killed."""
         limit_s = self._env.tool_timeout_s
         if conversation.killed_after_s:
-            return _make_timeout_result(self._reward, conversation.killed_after_s)
+            return make_timeout_result(self._reward, conversation.killed_after_s)
         try:
             ids = [i for _, part in call.parts for i in part]
             request = RewardRequest(RewardCall(call.session.row, [(text, ids)]))
             rated, _ = await self._send_request(conversation, call, request, limit_s)
-        except _CallKilled:
-            return _make_timeout_result(self._reward, limit_s)
+        except CallKilled:
+            return make_timeout_result(self._reward, limit_s)
         assert isinstance(rated, RewardReply)
         return apply_error_score(rated.result, self._reward.error_score)
 
+    async def _send_request(
+        self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
+    ) -> tuple[Reply, float]:
+        """Return the reply to a request and its seconds; raise CallKilled, SessionLost."""
+        return await self._use_session(
+            conversation, call, lambda process: process.send_request(request), limit_s
+        )
 
-def _make_timeout_result(reward: RewardConfig, limit_s: float) -> RewardResult:
-    return RewardResult(reward.error_score, "timeout", _describe_timeout(limit_s))
+
+def make_timeout_result(reward: RewardConfig, limit_s: float) -> RewardResult:
+    return RewardResult(reward.error_score, "timeout", describe_timeout(limit_s))
 
 
-def _describe_timeout(limit_s: float) -> str:
+def describe_timeout(limit_s: float) -> str:
     return f"no answer within {limit_s:.3g} s"
 
 

@@ -53,6 +53,8 @@ _IDS = "call{:05}"
 """Ids of calls: nine letters and digits, as some templates require."""
 
 CallResult = tuple[ToolCall, str]
+Message = dict[str, Any]
+_MARK = "0d9c1f"  #: text of a made-up turn
 
 
 class Renderer:
@@ -86,6 +88,36 @@ class Renderer:
         whole = self._encode_messages([*before, *_make_result_messages(answers)], begin=True)
         return whole[len(self._encode_ended(before, whole)) :]
 
+    def render_messages(self, calls: Sequence[Message], messages: Sequence[Message]) -> list[int]:
+        """Return the ids that follow a turn with `calls`: new messages and the next turn's start.
+
+        The text after the end of a made-up turn, so that templates may rewrite what is before it.
+        Raises ConfigError.
+        """
+        mark = _MARK
+        while any(mark in str(message) for message in messages):
+            mark += "0"
+        turn: Message = {"role": "assistant", "content": mark}
+        if calls:  # next to which some templates leave out the content
+            turn["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": {"a": mark}}}
+                for call in calls
+            ]
+        whole = [{"role": "user", "content": "?"}, turn, *messages]
+        text = str(self._apply_template(whole, begin=True, tokenize=False))
+        ends = [str(self._tokenizer.convert_ids_to_tokens(i)) for i in self._end_ids]
+        at = text.rfind(mark)
+        found = [(i, len(end)) for end in ends if at >= 0 and (i := text.find(end, at)) >= 0]
+        if not found:
+            raise ConfigError(_NO_END)
+        ids, before = self._encode_text(text), self._encode_text(text[: sum(min(found))])
+        if ids[: len(before)] != before:
+            raise ConfigError(_NOT_APPENDED)
+        return ids[len(before) :]
+
+    def _encode_text(self, text: str) -> list[int]:
+        return [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
     def refuse_unwritable(self, calls: list[ToolCall]) -> list[ToolCall]:
         """Return the calls; refuse those that the template cannot write, and drop their arguments.
 
@@ -107,8 +139,8 @@ class Renderer:
         """Test the template on random conversations; raise ConfigError."""
         if not self._tokenizer.chat_template:
             raise ConfigError(
-                "env.path needs a model with a chat template, and its tokenizer has none; give "
-                "another model.name"
+                "environments and agents need a model with a chat template, and its tokenizer has "
+                "none; give another model.name"
             )
         draws, empty = random.Random(0), self._find_empty_thoughts()
         for _ in range(CONVERSATIONS):
@@ -148,7 +180,7 @@ class Renderer:
             shown = (found and found[0].refusal_reason) or "it is not parsed as a call"
             form = json.dumps({"name": calls[0].tool, "arguments": calls[0].arguments})
             raise ConfigError(
-                f"env.path needs a model whose tool calls can be parsed, but the call {form} as "
+                f"tools need a model whose tool calls can be parsed, but the call {form} as "
                 f"written by the chat template of model.name cannot ({shown}): give a model "
                 "whose tokenizer has a response_template, or that writes JSON in <tool_call> "
                 "tags"
@@ -168,22 +200,21 @@ class Renderer:
         ids = _drop_part(self._encode_messages(messages, begin=False), dropped)
         at = next((i for i in reversed(range(len(ids))) if ids[i] in self._end_ids), None)
         if at is None:
-            raise ConfigError(
-                "the chat template of model.name does not end a turn with one of the model's "
-                "end tokens, so a sampled turn cannot be continued; give another model, or a "
-                "template that does"
-            )
+            raise ConfigError(_NO_END)
         if whole[: at + 1] != ids[: at + 1]:
             raise ConfigError(_NOT_APPENDED)
         return ids[: at + 1]
 
     def _encode_messages(self, messages: list[dict[str, Any]], *, begin: bool) -> list[int]:
         """Return the ids of messages; with `begin`, also the start of the next turn."""
+        return [int(i) for i in self._apply_template(messages, begin=begin, tokenize=True)]
+
+    def _apply_template(self, messages: list[Message], *, begin: bool, tokenize: bool) -> Any:
         try:
-            found: Any = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 messages,
-                tools=list(self._tools),
-                tokenize=True,
+                tools=list(self._tools) or None,
+                tokenize=tokenize,
                 add_generation_prompt=begin,
                 return_dict=False,
                 **self._data.apply_chat_template_kwargs,
@@ -193,9 +224,12 @@ class Renderer:
                 f"the chat template of model.name refuses a conversation with tools: {error}; give "
                 "another model, or a template that writes tool_calls and the role tool"
             ) from None
-        return [int(i) for i in found]
 
 
+_NO_END = (
+    "the chat template of model.name does not end a turn with one of the model's end tokens, so a "
+    "sampled turn cannot be continued; give another model, or a template that does"
+)
 _NOT_APPENDED = (
     "the chat template of model.name rewrites earlier turns when a conversation continues, so "
     "its ids differ from those that the model sampled and read; give a model or a template that "

@@ -37,6 +37,9 @@ from laminar.tasks.environments.session_process import (
 from laminar.tasks.rewards.results import RewardSpec
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 
+ENVIRONMENTS = "laminar.tasks.environments.session_process"
+AGENTS = "laminar.tasks.environments.agent_process"
+
 
 class AllSessionsDied(ChildLost):
     """The end of the fork server and its sessions, not caused by this session.
@@ -54,7 +57,7 @@ class SessionProcess(Channel):
         self.pid = 0  #: process id, or 0 while unknown
         self.asked = False  #: a request is pending
 
-    async def send_request(self, request: Request, timeout_s: float) -> Reply:
+    async def send_request(self, request: Request, timeout_s: float | None = None) -> Reply:
         """Return the reply, or raise TimeoutError or ChildLost: then kill the session."""
         self.asked = True
         reply: Reply = await self.request_reply(request, timeout_s)
@@ -99,6 +102,7 @@ class SessionPool:
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
         reward: RewardSpec | None = None,
+        is_agent: bool = False,
     ) -> None:
         """Create the pool; `memory_mb` limits each process of a session, 0 means no limit.
 
@@ -108,6 +112,7 @@ class SessionPool:
         self.has_reward = False  #: sessions give the reward; known after the start
         reward = reward if reward is not None and reward.takes_environments else None
         self._start = ForkServerStart(path, name, unsafe_local_code, memory_mb, reward)
+        self._module = AGENTS if is_agent else ENVIRONMENTS
         self._start_timeout_s, self._on_output = start_timeout_s, on_output
         self._env = {**os.environ, **(env or {})}
         self._warm: _ForkServerClient | None = None
@@ -115,16 +120,23 @@ class SessionPool:
 
     @classmethod
     def from_config(
-        cls, env: EnvConfig, *, on_output: Output = len, reward: RewardSpec | None = None
+        cls,
+        env: EnvConfig,
+        *,
+        agent: str = "",
+        on_output: Output = len,
+        reward: RewardSpec | None = None,
     ) -> SessionPool:
-        """Create a pool with the limits of the settings."""
+        """Create a pool with the limits of the settings; `agent`: path.py:function."""
+        path, _, function = agent.rpartition(":")
         return cls(
-            env.path,
-            env.name,
+            path or env.path,
+            function or env.name,
             unsafe_local_code=env.unsafe_local_code,
             memory_mb=env.memory_mb,
             on_output=on_output,
             reward=reward,
+            is_agent=bool(agent),
         )
 
     async def start(self) -> None:
@@ -149,7 +161,7 @@ class SessionPool:
     async def _ensure_server(self) -> _ForkServerClient:
         async with self._starting:
             if self._warm is None or self._warm.channel.ended.done():
-                warm = _ForkServerClient(self._env, self._on_output)
+                warm = _ForkServerClient(self._module, self._env, self._on_output)
                 late = "the environment's file was not imported"
                 try:
                     facts = await warm.await_ready(self._start_timeout_s, self._start, late)
@@ -163,13 +175,8 @@ class SessionPool:
 class _ForkServerClient(Child):
     """The fork server, the process with the user's file, and its sessions."""
 
-    def __init__(self, env: Mapping[str, str], on_output: Output) -> None:
-        spawned = spawn_child(
-            "laminar.tasks.environments.session_process",
-            guarded=True,
-            stderr=subprocess.PIPE,
-            environment=env,
-        )
+    def __init__(self, module: str, env: Mapping[str, str], on_output: Output) -> None:
+        spawned = spawn_child(module, guarded=True, stderr=subprocess.PIPE, environment=env)
         super().__init__(
             spawned, Forked | SessionEnded, on_message=self._handle_report, on_output=on_output
         )

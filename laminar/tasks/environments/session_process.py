@@ -45,7 +45,7 @@ from laminar.tasks.sandbox.sandbox import permit_unsafe
 
 class ForkServerStart(msgspec.Struct, tag="start"):
     path: str
-    name: str
+    name: str  #: class of the environment, or function of the agent
     unsafe: bool  #: code may run without a sandbox
     memory_mb: int = 0  #: memory limit of a session's process above this one's; 0: no limit
     reward: RewardSpec | None = None  #: functions that take the environment
@@ -87,6 +87,22 @@ class RewardRequest(msgspec.Struct, tag="rate"):
     call: RewardCall | None = None
 
 
+class AgentRequest(msgspec.Struct, tag="agent"):
+    """A session's first request: run the agent until it asks the model, or ends."""
+
+    row: PromptRow
+    seed: int
+    model: str  #: name that the agent is told
+
+
+class TurnRequest(msgspec.Struct, tag="turn"):
+    """The answer to an agent's request: a turn of the model, or a refusal."""
+
+    body: str  #: JSON
+    refused: bool = False
+    closed: bool = False  #: no later request can be answered: all get this body
+
+
 class TextReply(msgspec.Struct, tag="said"):
     text: str | None  #: result of reset or of a tool, or the error if `failed`
     failed: bool = False
@@ -96,29 +112,56 @@ class RewardReply(msgspec.Struct, tag="rated"):
     result: RewardResult
 
 
-Request = ResetRequest | ToolRequest | RewardRequest
-Reply = TextReply | RewardReply
+class ChatReply(msgspec.Struct, tag="chat"):
+    """A request of the agent for the next turn."""
+
+    body: str  #: JSON
+
+
+class AgentReply(msgspec.Struct, tag="done"):
+    """The end of the agent."""
+
+    result: RewardResult  #: unscored: the agent returned None
+
+
+Request = ResetRequest | ToolRequest | RewardRequest | AgentRequest | TurnRequest
+Reply = TextReply | RewardReply | ChatReply | AgentReply
+
+
+Serve = Callable[[BlockingChannel], None]
 
 
 def main(fd: str, parent: str) -> None:
+    run_fork_server(fd, parent, _load_environment)
+
+
+def run_fork_server(
+    fd: str, parent: str, load: Callable[[ForkServerStart], tuple[Serve, bool]]
+) -> None:
+    """Fork sessions of what `load` imports: the code that serves one, and whether it rewards."""
     control = connect_user_code(fd, parent)
     if (start := control.receive(ForkServerStart)) is None:
         return
     permit_unsafe(start.unsafe)
-    live: list[Any] = []  #: the environment of a session, in its process
     with control.refuse_errors():
-        environment = load_class(start.path, start.name)
-        scorer = open_scorer(start.reward, live) if start.reward is not None else None
-    control.send(Ready({"has_reward": has_reward(environment) or scorer is not None}))
+        serve, rewards = load(start)
+    control.send(Ready({"has_reward": rewards}))
+    _ForkServer(control, serve, start.memory_mb).serve_forever()
+
+
+def _load_environment(start: ForkServerStart) -> tuple[Serve, bool]:
+    live: list[Any] = []  #: the environment of a session, in its process
+    environment = load_class(start.path, start.name)
+    scorer = open_scorer(start.reward, live) if start.reward is not None else None
     host = _EnvironmentHost(environment, start.path, live, scorer)
-    _ForkServer(control, host, start.memory_mb).serve_forever()
+    return host.serve_session, has_reward(environment) or scorer is not None
 
 
 class _ForkServer:
     """The loop that forks, kills and reaps session processes."""
 
-    def __init__(self, control: BlockingChannel, host: _EnvironmentHost, memory_mb: int) -> None:
-        self._control, self._host, self._memory_mb = control, host, memory_mb
+    def __init__(self, control: BlockingChannel, serve: Serve, memory_mb: int) -> None:
+        self._control, self._serve, self._memory_mb = control, serve, memory_mb
         self._numbers: dict[int, int] = {}  #: session numbers by process id
         self._imported = set[int]()  #: children that the import of the file has started
         self._woken, wakes = os.pipe()
@@ -165,8 +208,7 @@ class _ForkServer:
         os.close(self._woken)
         self._control.socket.close()
         limit_memory(self._memory_mb)
-        session = BlockingChannel(socket.socket(fileno=channel))
-        session.serve_requests(Request, self._host.handle_request)
+        self._serve(BlockingChannel(socket.socket(fileno=channel)))
 
     def _reap_sessions(self) -> None:
         for pid, number in list(self._numbers.items()):
@@ -193,7 +235,10 @@ class _EnvironmentHost:
         self._live, self._scorer = live, scorer
         self._runner: asyncio.Runner | None = None  #: created for the first async method
 
-    def handle_request(self, request: Request) -> Reply:
+    def serve_session(self, channel: BlockingChannel) -> None:
+        channel.serve_requests(ResetRequest | ToolRequest | RewardRequest, self._handle_request)
+
+    def _handle_request(self, request: ResetRequest | ToolRequest | RewardRequest) -> Reply:
         if isinstance(request, RewardRequest):
             return RewardReply(self._compute_reward(request.call))
         try:
@@ -207,9 +252,7 @@ class _EnvironmentHost:
         return TextReply(value)
 
     def _reset(self, request: ResetRequest) -> str | None:
-        random.seed(request.seed)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(request.seed % (1 << 32))
+        seed_random(request.seed)
         self._object = self._class()
         self._live[:] = [self._object]
         row = request.row
@@ -234,6 +277,12 @@ class _EnvironmentHost:
             return value
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(_wait(value))
+
+
+def seed_random(seed: int) -> None:
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % (1 << 32))
 
 
 async def _wait(value: Any) -> Any:

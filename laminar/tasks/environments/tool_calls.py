@@ -42,6 +42,14 @@ class ToolCall(NamedTuple):
     refusal_reason: str | None = None
 
 
+class TurnMessage(NamedTuple):
+    """A turn as a chat API returns it."""
+
+    content: str  #: text without thoughts and calls; with those that cannot be parsed
+    reasoning: str
+    calls: list[ToolCall]
+
+
 class CallParser:
     """A parser of the calls in a turn."""
 
@@ -57,6 +65,42 @@ class CallParser:
         found = parse(ids, before)
         return [self._check_call(call, i) for i, call in enumerate(found)]
 
+    def parse_message(self, ids: Sequence[int], before: Sequence[int], text: str) -> TurnMessage:
+        """Parse the turn `ids` with the text `text`, its end token left out.
+
+        Calls that the tools do not allow stay calls, with the arguments that the model wrote.
+        """
+        if not self._has_own:
+            return self._parse_tagged_message(ids, before, text)
+        found = self._by_tokenizer(ids, before)
+        if any(call.refusal_reason for call in found):
+            return TurnMessage(text, "", [])
+        message = self._tokenizer.parse_response(
+            list(ids), prefix=list(before), tools=list(self._tools)
+        )
+        reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+        return TurnMessage(message.get("content") or "", reasoning, self._convert_calls(found))
+
+    def _parse_tagged_message(
+        self, ids: Sequence[int], before: Sequence[int], text: str
+    ) -> TurnMessage:
+        content = _remove_thoughts(text, opened=self._opens_thought(before))
+        reasoning = text[: len(text) - len(content)]
+        content = content.lstrip() if reasoning else content
+        found = list[ToolCall]()
+        for match in _TAGGED.finditer(_FENCED.sub("", content)) if self._tools else ():
+            call = _tagged_call(*match.groups())
+            if not call.refusal_reason:
+                found.append(call)
+                content = content.replace(match.group(0), "", 1)
+        reasoning = reasoning.removesuffix(THOUGHT).strip().removeprefix(THINK).strip()
+        return TurnMessage(content, reasoning, self._convert_calls(found))
+
+    def _convert_calls(self, found: list[ToolCall]) -> list[ToolCall]:
+        checked = (self._check_call(call, i) for i, call in enumerate(found))
+        pairs = zip(found, checked, strict=True)
+        return [call if known.refusal_reason else known for call, known in pairs]
+
     def _by_tokenizer(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         try:
             message = self._tokenizer.parse_response(
@@ -67,12 +111,15 @@ class CallParser:
         return [_make_call(call.get("function", call)) for call in message.get("tool_calls") or []]
 
     def _parse_tagged(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
-        opened = self._decode(before[-_PROMPT_END:]).rstrip().endswith(THINK)
+        opened = self._opens_thought(before)
         text = _FENCED.sub("", _remove_thoughts(self._decode(ids), opened=opened))
         found = [match.groups() for match in _TAGGED.finditer(text)]
         return [
             _tagged_call(body, end) for body, end in found if end or body.lstrip().startswith("{")
         ]
+
+    def _opens_thought(self, before: Sequence[int]) -> bool:
+        return self._decode(before[-_PROMPT_END:]).rstrip().endswith(THINK)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))

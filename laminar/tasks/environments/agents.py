@@ -1,0 +1,326 @@
+"""Agents of a replica: programs whose requests to a chat API are the turns of its trajectories.
+
+Reads   the turn's ids; requests of the user's agent, in a process for each trajectory
+        (agent_process.py)
+Gives   NextTurn, with the ids of the new messages, or TrajectoryDone, with the agent's score
+Raises  SessionLost if the agent has seen a turn and is gone; EnvironmentFailed if the agent itself
+        is the cause
+
+The time between two requests is to an agent what a call is to an environment. If agents are
+retryable (env.call_semantics), a new session gets the turns that the lost one had, and must ask for
+them in the same words. What an agent does before its first reply may be repeated, as `reset` is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from laminar.config import Config
+from laminar.config.tree import DataConfig
+from laminar.events.reasons import EndedBy
+from laminar.run.child_channel import ChildLost
+from laminar.run.child_process import Output
+from laminar.tasks.data.chat import encode_prompt
+from laminar.tasks.data.prompts import PromptRow
+from laminar.tasks.environments import chat_messages as chat
+from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused
+from laminar.tasks.environments.pool import (
+    CUT_OFF,
+    CallKilled,
+    Conversation,
+    Intend,
+    Sessions,
+    TimeBudget,
+    describe_timeout,
+    make_timeout_result,
+)
+from laminar.tasks.environments.renderer import Renderer
+from laminar.tasks.environments.session_pool import SessionPool, SessionProcess
+from laminar.tasks.environments.session_process import (
+    AgentReply,
+    AgentRequest,
+    ChatReply,
+    TurnRequest,
+)
+from laminar.tasks.environments.tool_calls import CallParser, TurnMessage
+from laminar.tasks.environments.turns import Effect, NextTurn, SessionLost, TrajectoryDone, TurnCall
+from laminar.tasks.rewards.results import RewardResult, apply_error_score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REFUSALS_MAX = 100  #: refused requests of a session; then it gets no turn any more
+AGENT = "agent"  #: name of the work between two requests among the calls of a run
+Ids = tuple[int, ...]
+
+
+class ChatFormat(NamedTuple):
+    """The tokenizer and the chat template, for conversations with any tools."""
+
+    tokenizer: PreTrainedTokenizerBase
+    data: DataConfig
+    end_ids: frozenset[int]
+    decode: Callable[[list[int]], str]
+    model: str
+
+
+class Chat:
+    """A conversation, whose ids are never made from its text again."""
+
+    def __init__(self, form: ChatFormat, row: PromptRow) -> None:
+        self._form, self._row = form, row
+        self._asked: ChatRequest | None = None  #: the request that waits for a turn
+        self._history: list[tuple[str, ...]] = []  #: messages read and sampled
+        self._calls: list[chat.Message] = []  #: calls of the last turn
+        self._num_calls = 0
+
+    def render_request(self, asked: ChatRequest) -> list[int]:
+        """Return the ids that the model reads before its next turn; raise RequestRefused."""
+        try:
+            if self._asked is None:
+                row = replace(self._row, prompt=asked.messages)
+                return encode_prompt(self._form.tokenizer, row, self._form.data, asked.tools)
+            new = self._find_new(self._asked, asked)
+            return self._make_renderer(asked).render_messages(self._calls, new)
+        except RequestRefused:
+            raise
+        except Exception as error:  # templates raise various types
+            raise RequestRefused(f"the messages cannot be rendered: {error}") from None
+
+    def accept_request(self, asked: ChatRequest) -> None:
+        self._asked = asked
+        self._history = [chat.compare_form(message) for message in asked.messages]
+
+    def make_reply(self, ids: Sequence[int], before: Sequence[int], name: str, *, cut: bool) -> str:
+        """Return the completion for a turn, with which the conversation continues."""
+        assert self._asked is not None
+        text = self._form.decode(list(ids))
+        turn = TurnMessage(text, "", [])
+        if not cut:
+            parser = CallParser(
+                self._form.tokenizer, self._asked.tools if self._asked.may_call else []
+            )
+            turn = parser.parse_message(ids, before, text)
+        message = chat.make_turn_message(turn, self._num_calls)
+        self._num_calls += len(turn.calls)
+        self._calls = message.get("tool_calls", [])
+        self._history.append(chat.compare_form(message))
+        head = {"id": name, "created": int(time.time()), "model": self._form.model}
+        tokens = len(before), len(ids)
+        return chat.make_completion(head, message, turn.reasoning, cut=cut, tokens=tokens)
+
+    def check_template(self) -> None:
+        """Test the template with the tools of the request; raise ConfigError."""
+        assert self._asked is not None
+        if self._asked.tools:
+            parser = CallParser(self._form.tokenizer, self._asked.tools)
+            self._make_renderer(self._asked).check_template(parser)
+
+    def _make_renderer(self, asked: ChatRequest) -> Renderer:
+        return Renderer(self._form.tokenizer, self._form.data, asked.tools, self._form.end_ids)
+
+    def _find_new(self, before: ChatRequest, asked: ChatRequest) -> list[chat.Message]:
+        """Return the messages after the last turn; raise RequestRefused for another beginning."""
+        if asked.tools != before.tools:
+            raise RequestRefused(_BRANCH.format("its tools are not those of the first request"))
+        forms, known = [chat.compare_form(m) for m in asked.messages], self._history
+        same = (i for i, form in enumerate(known) if forms[i : i + 1] != [form])
+        if (at := next(same, None)) is not None:
+            raise RequestRefused(_BRANCH.format(f"messages[{at}] is not that of the conversation"))
+        new = asked.messages[len(known) :]
+        if not new or new[-1]["role"] == "assistant":
+            raise RequestRefused(_BRANCH.format("no new message of another role follows"))
+        names = {call["id"]: call["function"]["name"] for call in self._calls}
+        return [
+            {"name": names[m["tool_call_id"]], **m} if m.get("tool_call_id") in names else m
+            for m in new
+        ]
+
+
+_BRANCH = (
+    "the request does not continue the last turn of its session: {}; sub-agents, edited histories "
+    "and repeated samples are not supported yet"
+)
+
+
+class AgentSession:
+    """An agent in its process, and its conversation."""
+
+    def __init__(self, process: SessionProcess, form: ChatFormat, row: PromptRow) -> None:
+        self._process, self.chat = process, Chat(form, row)
+        self.ended, self.kill = process.ended, process.kill
+        self.turn = 0  #: the turn for which the agent waits
+        self.closed: EndedBy | None = None  #: reason to end the trajectory with the last turn
+        self.refusals: list[str] = []
+
+    async def request_next(
+        self, request: AgentRequest | TurnRequest, room: int, closed: EndedBy | None = None
+    ) -> Ids | AgentReply:
+        """Return the ids of the agent's next valid request, or its end; raise ChildLost.
+
+        `closed`: the reason to refuse all requests; without it, those above `room` are.
+        """
+        reply = await self._process.send_request(request)
+        while isinstance(reply, ChatReply):
+            try:
+                asked = chat.decode_turn(reply.body)
+                if closed is not None:
+                    raise RequestRefused(_WHY_CLOSED[closed], code=chat.TOO_LONG)
+                ids = self.chat.render_request(asked)
+                if len(ids) > room:
+                    closed = EndedBy.CONTEXT_FULL if self.turn else None
+                    full = f"the new messages have {len(ids)} tokens, and {room} are allowed"
+                    raise RequestRefused(full, code=chat.TOO_LONG)
+            except RequestRefused as refused:
+                self.closed = closed
+                self.refusals.append(str(refused))
+                ends = closed is not None or len(self.refusals) >= REFUSALS_MAX
+                told = TurnRequest(refused.body, refused=True, closed=ends)
+                reply = await self._process.send_request(told)
+            else:
+                self.chat.accept_request(asked)
+                return tuple(ids)
+        assert isinstance(reply, AgentReply)
+        return reply
+
+
+_WHY_CLOSED = {
+    EndedBy.NONE: "the last turn was cut off at the limit of sampled tokens "
+    "(data.max_response_length)",
+    EndedBy.MAX_TURNS: "the conversation has had all its turns (env.max_turns)",
+    EndedBy.CONTEXT_FULL: "no tokens are left for another turn (env.max_context_tokens, "
+    "data.max_response_length)",
+}
+_Conversation = Conversation[AgentSession]
+
+
+class Agents(Sessions[AgentSession]):
+    """The agents of a replica."""
+
+    what, reset_failed = "the agent", "the agent made no request"
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: frozenset[int],
+        decode: Callable[[list[int]], str],
+        on_output: Output = len,
+    ) -> None:
+        """Create them, not started; `decode` returns the text of a turn without its end token."""
+        pool = SessionPool.from_config(config.env, agent=config.agents.run, on_output=on_output)
+        super().__init__(config, pool)
+        model = Path(config.model.name).name
+        self._form = ChatFormat(tokenizer, config.data, end_ids, decode, model)
+        self._prompt_room = config.data.max_prompt_length + config.env.max_context_tokens
+
+    def check_templates(self) -> None:
+        """Test the chat template with the tools of all open sessions; raise ConfigError."""
+        for conversation in self._conversations.values():
+            if conversation.process is not None:
+                conversation.process.chat.check_template()
+
+    async def _start_session(
+        self, conversation: _Conversation, process: SessionProcess
+    ) -> tuple[AgentSession, Ids | None] | str:
+        """Run the agent until its first request."""
+        session, limit_s = conversation.session, self._env.turn_timeout_s
+        live = AgentSession(process, self._form, session.row)
+        request = AgentRequest(session.row, session.seed, self._form.model)
+        try:
+            async with asyncio.timeout(limit_s):
+                asked = await live.request_next(request, self._prompt_room)
+        except TimeoutError:
+            return f"{describe_timeout(limit_s)} (env.turn_timeout_s)"
+        except ChildLost as died:
+            return f"its process ended ({died})"
+        if not isinstance(asked, AgentReply):
+            return live, asked
+        refused = f"; its request was refused: {live.refusals[-1]}" if live.refusals else ""
+        return (asked.result.detail or f"it returned {asked.result.reward}") + refused
+
+    async def _answer_turn(
+        self, conversation: _Conversation, call: TurnCall, intend: Intend
+    ) -> NextTurn | TrajectoryDone:
+        text = self._form.decode(list(call.parts[-1][1]))
+        limit_s, over = TimeBudget(self._env, call.seconds).of_a_turn()
+        if limit_s <= 0:
+            result = make_timeout_result(self._reward, self._env.trajectory_timeout_s)
+            return TrajectoryDone(result, text, over)
+        await self._record_intent(conversation, call, intend, (_make_effect("intended"),))
+
+        def continue_agent(live: AgentSession) -> Awaitable[Ids | AgentReply]:
+            return self._continue_agent(conversation, live, call)
+
+        try:
+            asked, seconds = await self._use_session(conversation, call, continue_agent, limit_s)
+        except CallKilled:
+            effect = _make_effect("timed-out", describe_timeout(limit_s), limit_s)
+            result = make_timeout_result(self._reward, limit_s)
+            return TrajectoryDone(result, text, over, (effect,))
+        live = conversation.process
+        assert live is not None
+        told = ""
+        if refusals := live.refusals:
+            told = f"{len(refusals)} requests refused; the last one: {refusals[-1]}"
+        live.refusals = []
+        effect = _make_effect("done", told, seconds)
+        if not isinstance(asked, AgentReply):
+            return NextTurn(asked, (effect,))
+        reason = live.closed or EndedBy.NONE
+        return TrajectoryDone(self._read_score(asked.result, live), text, reason, (effect,))
+
+    async def _continue_agent(
+        self, conversation: _Conversation, live: AgentSession, call: TurnCall
+    ) -> Ids | AgentReply:
+        """Give the agent the turns that its session has not had, with the last one that of `call`.
+
+        Raises SessionLost if a new session asks for earlier turns in other words.
+        """
+        if conversation.prompt_ids != call.prompt_ids:
+            raise SessionLost(_DIFFERS)
+        turns = [at for at, (is_sampled, _) in enumerate(call.parts) if is_sampled]
+        for at in turns[live.turn :]:
+            is_last, ids = at == turns[-1], call.parts[at][1]
+            before = [*call.prompt_ids, *(i for _, part in call.parts[:at] for i in part)]
+            name = f"chatcmpl-{call.session.trajectory_id}-{live.turn}"
+            cut = is_last and call.finish_reason == CUT_OFF
+            request = TurnRequest(live.chat.make_reply(ids, before, name, cut=cut))
+            live.turn += 1
+            if is_last:
+                return await live.request_next(request, call.room, self._find_end(call))
+            known = call.parts[at + 1][1]
+            if await live.request_next(request, len(known)) != known:
+                raise SessionLost(_DIFFERS)
+        raise SessionLost("its session has had this turn already")
+
+    def _find_end(self, call: TurnCall) -> EndedBy | None:
+        """Return the reason why no turn can follow."""
+        if call.finish_reason == CUT_OFF:
+            return EndedBy.NONE
+        if call.turn + 1 >= self._env.max_turns:
+            return EndedBy.MAX_TURNS
+        return None if call.room else EndedBy.CONTEXT_FULL
+
+    def _read_score(self, result: RewardResult, live: AgentSession) -> RewardResult | None:
+        """Return the agent's score; None if the reward functions score the last turn.
+
+        They also do if the agent raised because its conversation was full.
+        """
+        failed = result.reason == "error" and live.closed is not None
+        if failed or result.reason == "unscored":
+            return None
+        return apply_error_score(result, self._reward.error_score)
+
+
+_DIFFERS = "its agent was run again and made another request than before"
+
+
+def _make_effect(status: str, result: str = "", seconds: float = 0.0) -> Effect:
+    return Effect(0, AGENT, json.dumps({}), status, result, seconds)
