@@ -163,9 +163,8 @@ def train(
 ) -> Run:
     """Train as `laminar train` does, and return the run when it has ended.
 
-    `config` is settings, nested or dotted ({"optim": {"lr": 1e-6}} or {"optim.lr": 1e-6}), the path
-    of a TOML file, or a list of these, of which the later win. The other arguments are TRL's, or
-    name what the settings name; docs/python.md explains them. `quiet` prints nothing.
+    `config`: settings, nested or dotted ({"optim": {"lr": 1e-6}} or {"optim.lr": 1e-6}), the path
+    of a TOML file, or a list of these; the later win. docs/python.md has the other arguments.
 
     Raises ConfigError, with the command's message, for a mistake in the arguments, and RunFailed if
     the run began and failed. Ctrl-C ends the run gracefully, with its model exported; a second one

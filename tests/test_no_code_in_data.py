@@ -1,7 +1,7 @@
 """Nothing in laminar/ reads data that could be code: what comes from a socket or a file is checked
 data, and who sends it can send nothing that runs. The one exception is the user's own code: a
-function that a program passes to its run is a pickle in RUN/objects, written by one module and read
-by another, as a Python file would be. It is refused where other users can write it."""
+function that a program passes to its run is a pickle in RUN/objects, as good as a Python file, and
+refused where other users can write it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ NAMES = {
     *("all_gather_object", "gather_object"),  # of torch.distributed, which pickles objects
     *("broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
 }
-USERS_CODE = {
-    "run/user_code.py: cloudpickle",
-    "run/user_code.py: Pickler",
-    "run/user_code.py: pickle",
-    "run/user_code.py: load",
-}
+USERS_CODE = {f"run/user_code.py: {what}" for what in ("cloudpickle", "Pickler", "pickle", "load")}
 PLANNER = "torch.distributed.checkpoint"
 """It pickles what it saves beside the tensors, and plans by collectives that pickle, too."""
 OPTIONS = {"allow_pickle": True, "weights_only": False, "trust_remote_code": True}

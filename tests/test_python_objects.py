@@ -6,10 +6,10 @@ import asyncio
 import re
 import subprocess
 import sys
-import textwrap
 import threading
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,20 @@ import laminar
 from laminar.config import ConfigError, load_config
 from laminar.launch.handle import name_objects
 from laminar.run.user_code import ObjectFolder, import_file
+from tests.test_python import EMULATED
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "configs" / "models"
 WORDS = ("apple", "banana", "cherry", "grape", "lemon", "melon", "orange", "peach")
 ROWS = [{"prompt": f"Spell {word}"} for word in WORDS]
 SMALL: dict[str, Any] = {
-    "model.name": MODELS / "spell-0.6m",
+    "model.name": str(MODELS / "spell-0.6m"),
     "data": {"max_response_length": 8, "val_size": 1, "train_batch_size": 2},
     "rollout": {"replicas": 1, "group_size": 2},
-    "trainer": {"total_training_steps": 2, "save_freq": 1, "logger": []},
+    "trainer": {"save_freq": 1, "logger": []},
+    "trainer.total_training_steps": 2,
 }
-EMULATED: dict[str, Any] = {
-    "rollout": {"engine": "emulated", "replicas": 1, "group_size": 2},
-    "data.train_batch_size": 2,
-    "trainer": {"total_training_steps": 2, "test_freq": 1, "logger": []},
-}
+LIMIT = {"trainer.total_training_steps": 500}
 
 
 @pytest.fixture
@@ -46,11 +44,7 @@ def folder() -> Iterator[ObjectFolder]:
     made.close()
 
 
-# --- TRL's examples, with rows of our own --------------------------------------------------------
-
-
 def reward_func(completion_ids, **kwargs):
-    """Longer completions score more."""
     return [float(len(ids)) for ids in completion_ids]
 
 
@@ -90,7 +84,7 @@ def counter_reward(environments, **kwargs):
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_the_examples_of_trl_train_unchanged(tmp_path: Path) -> None:
-    """Importable functions are named by their file, which the log has with its digest."""
+    """Importable functions are named by their file."""
     place = {"run": {"output_dir": tmp_path, "name": "one"}}
     one = laminar.train([SMALL, place], reward_funcs=reward_func, train_dataset=ROWS, quiet=True)
     assert set(one.samples(step=1)["reward"].to_pylist()) <= {float(n) for n in range(1, 9)}
@@ -108,7 +102,7 @@ def test_the_examples_of_trl_train_unchanged(tmp_path: Path) -> None:
     assert {*several.samples(step=1)["reward"].to_pylist()} <= {2.0 + 5.0, -2.0 + 5.0}
     assert several.samples(evaluation=2).num_rows == 2
 
-    chats = [{"prompt": [{"role": "user", "content": f"Increment by {i}"}]} for i in range(8)]
+    chats = [{"prompt": [{"role": "user", "content": f"Add {i}"}]} for i in range(8)]
     calculator = {"run.name": "environment", "model.name": MODELS / "calculator-0.6m"}
     calculator |= {"env.max_context_tokens": 64, "data.max_response_length": 64}
     environment = laminar.train(
@@ -122,8 +116,6 @@ def test_the_examples_of_trl_train_unchanged(tmp_path: Path) -> None:
     assert '"increment"' in environment.config["env"]["tools"]
 
 
-# --- functions of every form ---------------------------------------------------------------------
-
 HELPER = """
 class Judge:
     def __init__(self, share):
@@ -132,7 +124,8 @@ class Judge:
         return [self.share for _ in completions]
 """
 PROGRAM = """
-import functools, helper, laminar
+import functools, os, helper, laminar
+os.umask(0o002)
 CONSTANT, BIG, SCALE = {"a": 1.0}, helper.Judge(16.0), 0.5
 class Judge(helper.Judge):
     def judge(self, completions, **kwargs):
@@ -166,13 +159,12 @@ def run_command(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_functions_of_every_form_survive_a_resume_and_a_fork_elsewhere(tmp_path: Path) -> None:
     """A callback that raises pauses the run. The functions are in it, but not their modules."""
-    settings = {"run.output_dir": str(tmp_path / "runs"), "run.name": "forms"} | SMALL
-    settings |= {"model.name": str(MODELS / "spell-0.6m"), "trainer.total_training_steps": 500}
-    settings["trainer"] = {"save_freq": 1, "logger": []}
+    settings = SMALL | LIMIT | {"run.output_dir": str(tmp_path / "runs"), "run.name": "forms"}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "helper.py").write_text(HELPER)
     program = tmp_path / "own" / "program.py"
@@ -180,13 +172,10 @@ def test_functions_of_every_form_survive_a_resume_and_a_fork_elsewhere(tmp_path:
     first = run_command(program)
     assert first.stdout.endswith("raised enough after 1\n"), first.stdout + first.stderr
     moved = (tmp_path / "runs" / "forms").rename(tmp_path / "moved")
-    assert {path.stem for path in (moved / "objects").glob("*.pkl")} == {
-        *("lambda", "closure", "judge", "scaled", "Judge", "my_loss", "lambda_2")
-    }
+    assert len(list((moved / "objects").glob("*.pkl"))) == 7
     program.unlink()
     done = laminar.open_run(moved).summary["steps"]
     resume = ("-m", "laminar.cli.main", "train", "--resume", moved, "--max-steps", str(done + 2))
-
     (tmp_path / "own" / "helper.py").rename(tmp_path / "helper")
     before = (moved / "config.toml").read_text()
     refused = run_command(*resume)
@@ -195,7 +184,6 @@ def test_functions_of_every_form_survive_a_resume_and_a_fork_elsewhere(tmp_path:
     assert refused.returncode == 2 and re.fullmatch(sentence, refused.stderr), refused.stderr
     assert (moved / "config.toml").read_text() == before
     (tmp_path / "helper").rename(tmp_path / "own" / "helper.py")
-
     resumed = run_command(*resume)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     fork = ("-m", "laminar.cli.main", "fork", moved, "--at-step", str(done + 2), "--max-steps")
@@ -228,21 +216,6 @@ def test_code_is_named_by_file_or_module(
     assert folder.name_object("reward_funcs", score) == (entry.path, "score")
 
 
-# --- mistakes ------------------------------------------------------------------------------------
-
-
-class Holder:
-    def __init__(self, held):
-        self.held = held
-
-    def __call__(self, completions):
-        return [1.0 for _ in completions]
-
-
-def close_over(captured):
-    return lambda completions: [float(bool(captured)) for _ in completions]
-
-
 def score_once(completions, **kwargs):
     return [1.0]
 
@@ -253,23 +226,25 @@ def score_in_pairs(completions, **kwargs):
     return torch.zeros(len(completions), 2)
 
 
+def close_over(captured):
+    return lambda completions: [float(bool(captured)) for _ in completions]
+
+
+TWO_TYPES = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": "x"}]
+HOLDER = types.SimpleNamespace(file=sys.__stdin__)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ({"train_dataset": iter(ROWS)}, "a list_iterator without a number of rows"),
         ({"train_dataset": [*ROWS, "x"]}, "train_dataset has the row 'x'"),
-        (
-            {"train_dataset": [{"prompt": "a", "n": 1}, {"prompt": "b", "n": "x"}]},
-            "train_dataset has the column 'n', whose values have no common type",
-        ),
+        ({"train_dataset": TWO_TYPES}, "the column 'n', whose values have no common type"),
         ({"reward_funcs": 3}, "reward_funcs has 3: give a function"),
-        (
-            {"reward_funcs": [len], "reward_weights": [1, 2]},
-            "reward_weights = [1, 2] has not one number for each of reward_funcs",
-        ),
-        ({"reward_weights": [1]}, "reward_weights = [1] has not one number for each"),
+        ({"reward_funcs": [len], "reward_weights": [1, 2]}, "reward_weights = [1, 2] needs"),
+        ({"reward_weights": [1]}, "reward_weights = [1] needs a number per reward function"),
         ({"reward_funcs": close_over(threading.Lock())}, "holds 'captured', a lock"),
-        ({"reward_funcs": Holder({"file": sys.__stdin__})}, "holds 'file', a TextIOWrapper"),
+        ({"reward_funcs": partial(close_over(1), HOLDER)}, "holds 'file', a TextIOWrapper"),
     ],
 )
 def test_an_argument_that_cannot_work_has_its_sentence(
@@ -286,11 +261,7 @@ def test_an_argument_that_cannot_work_has_its_sentence(
 @pytest.mark.parametrize(
     ("function", "rows", "sentence"),
     [
-        (
-            score_once,
-            [{"question": "a"}],
-            "train_dataset row 0 has no column 'prompt' .it has question",
-        ),
+        (score_once, [{"a": "b"}], "^train_dataset.parquet row 0 has no column 'prompt' .it has a"),
         (score_once, ROWS, "returned a list of 1 for 2 completions, not a list of 2 scores"),
         (score_in_pairs, ROWS, "returned a Tensor for 2 completions, not a list of 2 scores"),
     ],
@@ -304,66 +275,55 @@ def test_a_run_that_cannot_work_is_not_begun(
     assert not (tmp_path / "runs").exists()
 
 
-# --- rows ----------------------------------------------------------------------------------------
-
-
 class Frame:
-    """Stand-in for a pandas frame, or a datasets.Dataset, which has no `iloc`."""
+    """Stand-in for a datasets.Dataset, or with `iloc` for a pandas frame."""
 
     def to_parquet(self, path, **options):
         assert options == ({"index": False} if hasattr(self, "iloc") else {})
         pq.write_table(pa.Table.from_pylist(ROWS), path)
 
 
-class PandasFrame(Frame):
-    iloc = None
-
-
-@pytest.mark.parametrize(
-    "rows", [ROWS, tuple(ROWS), pa.Table.from_pylist(ROWS), PandasFrame(), Frame()]
-)
-def test_rows_become_one_parquet_file(folder: ObjectFolder, rows: Any) -> None:
-    (path,) = folder.write_rows("train_dataset", rows)
-    assert Path(path).name == "train.parquet" and pq.read_table(path).to_pylist() == ROWS
-
-
-def test_columns_of_any_row_and_paths_are_taken(folder: ObjectFolder) -> None:
-    (path,) = folder.write_rows("eval_dataset", [{"a": [1]}, {"b": {"c": "x"}}])
-    assert pq.read_table(path).to_pylist() == [{"a": [1], "b": None}, {"a": None, "b": {"c": "x"}}]
-    assert folder.write_rows("train_dataset", [Path("a.jsonl")]) == ["a.jsonl"]
-    assert folder.write_rows("train_dataset", "a.jsonl") == ["a.jsonl"]
-
-
-# --- a run that is active ------------------------------------------------------------------------
+def test_rows_become_one_parquet_file(folder: ObjectFolder) -> None:
+    frame = Frame()
+    frame.iloc = None
+    for rows in (ROWS, tuple(ROWS), pa.Table.from_pylist(ROWS), Frame(), frame):
+        (path,) = folder.write_rows("train_dataset", rows)
+        assert Path(path).name == "train_dataset.parquet"
+        assert pq.read_table(path).to_pylist() == ROWS
+    (path,) = folder.write_rows("eval_dataset", [{"a": [1]}, {"b": "x"}])
+    assert pq.read_table(path).to_pylist() == [{"a": [1], "b": None}, {"a": None, "b": "x"}]
+    for paths in ("a.jsonl", [Path("a.jsonl")]):
+        assert folder.write_rows("train_dataset", paths) == ["a.jsonl"]
 
 
 class Recorder:
-    """Callback that stops the run after two steps; TRL's and transformers' have such methods."""
-
     def __init__(self):
-        self.events = []
+        self.events, self.reached = [], threading.Event()
 
     def record(self, event, args, state, control, logs=None, metrics=None):
         self.events.append(f"{event} {state.global_step}")
         assert args.data.train_batch_size == 2 and state.max_steps == 500
         assert (logs or metrics or {"step": state.global_step})["step"] == state.global_step
-        control.should_training_stop = state.global_step >= 2
+        if event == "on_step_end":
+            self.reached.set()
 
     def __getattr__(self, event):
-        if event not in ("on_train_begin", "on_step_end", "on_evaluate", "on_log", "on_train_end"):
+        if not event.startswith("on_"):
             raise AttributeError(event)
         return lambda *given, **details: self.record(event, *given, **details)
 
 
 @pytest.mark.process
-def test_callbacks_follow_the_run_and_stop_it(tmp_path: Path) -> None:
-    """The old run in the same place is moved aside, and is none of theirs."""
-    place = {"run.output_dir": tmp_path, "trainer.total_training_steps": 500}
+def test_a_started_run_is_read_and_stopped_while_the_program_continues(tmp_path: Path) -> None:
+    """The old run in the same place is moved aside: callbacks are not called for it."""
+    place = {"run.output_dir": tmp_path} | LIMIT
     for recorder in (Recorder(), Recorder()):
-        run = laminar.train([EMULATED, place], callbacks=[recorder], move_old=True, quiet=True)
+        active = laminar.start([EMULATED, place], callbacks=[recorder], move_old=True, quiet=True)
+        assert recorder.reached.wait(120) and active.metrics.num_rows >= 2
+        active.stop()
+        run = active.wait()
         assert run.summary["interrupted"] and run.summary["steps"] < 500
-        steps = [event for event in recorder.events if event.startswith("on_step_end")]
-        assert steps[:2] == ["on_step_end 1", "on_step_end 2"]
+        assert re.match(r"step \d+/500  reward \d", active.progress)
         assert recorder.events[:2] == ["on_train_begin 0", "on_evaluate 0"]
         assert recorder.events[-1].startswith("on_train_end")
         logged = [event for event in recorder.events if event.startswith("on_log")]
@@ -371,37 +331,36 @@ def test_callbacks_follow_the_run_and_stop_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_started_run_is_read_and_stopped_while_the_program_continues(tmp_path: Path) -> None:
-    reached = threading.Event()
-    callback = types.SimpleNamespace(on_step_end=lambda *_, **__: reached.set())
-    place = {"run.output_dir": tmp_path, "trainer.total_training_steps": 500}
-    run = laminar.start([EMULATED, place], callbacks=[callback], quiet=True)
-    assert reached.wait(120)
-    assert run.metrics.num_rows >= 1 and run.directory == tmp_path / "run"
-    run.stop()
-    assert run.wait().summary["interrupted"]
-    assert re.match(r"step \d+/500  reward ", run.progress)
+def test_a_callback_stops_the_run(tmp_path: Path) -> None:
+    def stop(args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
+
+    place, callback = {"run.output_dir": tmp_path} | LIMIT, types.SimpleNamespace(on_step_end=stop)
+    run = laminar.train([EMULATED, place], callbacks=[callback], quiet=True)
+    assert run.summary["interrupted"] and 2 <= run.summary["steps"] < 500
+
+
+PRESS = """
+import os, signal, time, laminar
+class Press:
+    def on_step_end(self, args, state, *_, **__):
+        handler = signal.getsignal(signal.SIGINT)
+        for _ in range(PRESSES * (state.global_step == 1)):
+            level = handler.__self__.level
+            os.kill(os.getpid(), signal.SIGINT)
+            while handler.__self__.level == level:
+                time.sleep(0.01)
+try:
+    run = laminar.train(SETTINGS, callbacks=[Press], quiet=True)
+    print("returned", run.summary["interrupted"])
+except KeyboardInterrupt:
+    print("KeyboardInterrupt True")
+"""
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("presses", "outcome"), [(1, "returned"), (2, "KeyboardInterrupt")])
 def test_an_interrupted_wait_stops_the_run(tmp_path: Path, presses: int, outcome: str) -> None:
-    code = f"""
-        import os, signal, time, laminar
-        class Press:
-            def on_step_end(self, args, state, *_, **__):
-                handler = signal.getsignal(signal.SIGINT)
-                for _ in range({presses} * (state.global_step == 1)):
-                    level = handler.__self__.level
-                    os.kill(os.getpid(), signal.SIGINT)
-                    while handler.__self__.level == level:
-                        time.sleep(0.01)
-        place = {{"run.output_dir": {str(tmp_path)!r}, "trainer.total_training_steps": 5000}}
-        try:
-            run = laminar.train([{EMULATED!r}, place], callbacks=[Press], quiet=True)
-            print("returned", run.summary["interrupted"])
-        except KeyboardInterrupt:
-            print("KeyboardInterrupt True")
-    """
-    found = run_command("-c", textwrap.dedent(code))
+    place = {"run.output_dir": str(tmp_path), "trainer.total_training_steps": 5000}
+    found = run_command("-c", f"PRESSES, SETTINGS = {presses}, {[EMULATED, place]!r}\n{PRESS}")
     assert found.stdout == f"{outcome} True\n", found.stdout + found.stderr

@@ -32,6 +32,7 @@ from laminar.launch.train import StartFiles, place_of, run_training
 from laminar.run.directory import METRICS_FILE, read_status
 from laminar.run.user_code import ObjectFolder, take_objects
 
+FUNCTIONS = {"loss": "algorithm.policy_loss.loss_mode", "advantage": "algorithm.adv_estimator"}
 EVALUATION = "val/version"  #: in each line of metrics.jsonl about an evaluation
 
 
@@ -67,33 +68,27 @@ def name_objects(
 ) -> dict[str, Any]:
     """Return the settings that name the objects, which are in the folder, or are importable."""
     found: dict[str, Any] = {}
-    if reward_funcs is not None or reward_weights is not None:
-        listed = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        weights = [1.0] * len(listed) if reward_weights is None else reward_weights
-        if len(weights) != len(listed) or reward_funcs is None:
-            raise ConfigError(
-                f"reward_weights = {reward_weights!r} has not one number for each of reward_funcs"
-            )
+    listed = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    if reward_weights is not None and (reward_funcs is None or len(reward_weights) != len(listed)):
+        raise ConfigError(f"reward_weights = {reward_weights!r} needs a number per reward function")
+    if reward_funcs is not None:
         named = [folder.name_object("reward_funcs", function) for function in listed]
+        weighted = zip(named, reward_weights or [1.0] * len(listed), strict=True)
         found = {"reward.kind": "auto", "reward.custom_reward_function.path": ""}
         found["reward.functions"] = [
-            {"path": path, "name": name, "weight": weight}
-            for (path, name), weight in zip(named, weights, strict=True)
+            {"path": path, "name": name, "weight": weight} for (path, name), weight in weighted
         ]
     if train_dataset is not None:
-        found |= {"data.dataset": "", "data.dataset_config": {}}
-        found["data.train_files"] = folder.write_rows("train_dataset", train_dataset)
+        files = folder.write_rows("train_dataset", train_dataset)
+        found |= {"data.dataset": "", "data.dataset_config": {}, "data.train_files": files}
     if eval_dataset is not None:
         found["data.val_files"] = folder.write_rows("eval_dataset", eval_dataset)
     if environment_factory is not None:
         path, name = folder.name_object("environment_factory", environment_factory)
         found |= {"env.path": path, "env.name": name}
-    if loss is not None:
-        named_loss = ":".join(folder.name_object("loss", loss))
-        found["algorithm.policy_loss.loss_mode"] = named_loss.lstrip(":")
-    if advantage is not None:
-        named_estimator = ":".join(folder.name_object("advantage", advantage))
-        found["algorithm.adv_estimator"] = named_estimator.lstrip(":")
+    for argument, value in {"loss": loss, "advantage": advantage}.items():
+        if value is not None:
+            found[FUNCTIONS[argument]] = ":".join(folder.name_object(argument, value)).lstrip(":")
     return found
 
 
@@ -140,7 +135,7 @@ class RunThreads:
         try:
             self._over = run_training(self._config, self.run_dir, ways, files, console, self._asked)
         except ConfigError as error:
-            self._errors.append(ConfigError(self._folder.describe(str(error))))
+            self._errors.append(ConfigError(str(error).replace(f"{self._folder.path}/", "")))
         except BaseException as error:  # raised by join
             self._errors.append(error)
         finally:

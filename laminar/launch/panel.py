@@ -54,7 +54,7 @@ class ProgressPanel:
     ) -> None:
         """Initialize; `attached`: another process started the run, so the start is not reported.
 
-        `begun_ns`: time of the command, if that is not the start of this process."""
+        `begun_ns`: time of the command; 0: the start of this process."""
         self._run_dir, self._begun_ns = run_dir, begun_ns
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None

@@ -7,9 +7,8 @@ Gives   UserFunction, load_user_function; import_file; ObjectFolder, for what a 
 Raises  ConfigError, which names the setting or argument, the file or captured object, and the fix
 
 A function or class that can be imported is named by its file. Others are stored by cloudpickle. A
-file NAME.pkl is code of the user, as path.py is: it was made from an object of the user's program,
-and is refused if other users can write it. Nothing else is unpickled. A line before the pickle has
-the folders of the program's sys.path, where the modules are that the object refers to.
+file NAME.pkl is code of the user, as path.py is, and refused if other users can write it; nothing
+else is unpickled. A line before the pickle has the folders of sys.path with the program's modules.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def _load_module(path: Path, name: str) -> ModuleType:
     """Load a stored object, a module of a package, or a file, whose folder is searched last."""
     if path.suffix == SUFFIX:
         module = ModuleType(name)
-        setattr(module, path.stem, load_object(path))
+        setattr(module, path.stem, _load_object(path))
         return module
     root, full_name = module_name(path)
     for folder in map(str, (path.resolve().parent, root)):
@@ -139,8 +138,7 @@ def module_name(file: Path) -> tuple[Path, str]:
     return folder, ".".join(parts)
 
 
-def load_object(path: Path) -> Any:
-    """Load an object of the user's program; raise ConfigError."""
+def _load_object(path: Path) -> Any:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & OTHERS_WRITE:
         raise ConfigError(
@@ -161,11 +159,6 @@ class ObjectFolder:
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def describe(self, text: str) -> str:
-        """Return a message with the program's names in place of the folder's files."""
-        text = re.sub(rf"{re.escape(str(self.path))}/(\w+)\.parquet", r"\1_dataset", text)
-        return text.replace(f"{self.path}/", "")
-
     def name_object(self, argument: str, value: Any) -> tuple[str, str]:
         """Return the file and the name by which processes load it; no file for a built-in name."""
         if isinstance(value, str):
@@ -173,10 +166,7 @@ class ObjectFolder:
             return path, name
         if callable(value):
             return find_file(value) or self._store(argument, value)
-        raise ConfigError(
-            f"{argument} has {value!r}: give a function, a class, or its name as path.py:name or "
-            "module:name"
-        )
+        raise ConfigError(f"{argument} has {value!r}: give a function, path.py:name or module:name")
 
     def _store(self, argument: str, value: Any) -> tuple[str, str]:
         named = value.func if isinstance(value, partial) else value
@@ -192,6 +182,7 @@ class ObjectFolder:
                 f"{captured} ({str(error).splitlines()[0]}); create that inside the function"
             ) from None
         path.write_bytes(json.dumps(_list_folders()).encode() + b"\n" + data)
+        path.chmod(0o600)  # whatever the umask
         return str(path), name
 
     def write_rows(self, argument: str, rows: Any) -> list[str]:
@@ -201,7 +192,7 @@ class ObjectFolder:
         paths = [rows] if isinstance(rows, str | Path) else rows
         if isinstance(paths, list | tuple) and paths and isinstance(paths[0], str | Path):
             return [str(path) for path in paths]
-        path = self.path / f"{argument.removesuffix('_dataset')}.parquet"
+        path = self.path / f"{argument}.parquet"
         if hasattr(rows, "to_parquet"):  # of pandas or datasets, which Laminar does not import
             rows.to_parquet(str(path), **({"index": False} if hasattr(rows, "iloc") else {}))
         else:
@@ -224,10 +215,9 @@ def take_objects(source: Path, run_dir: Path) -> None:
     """Copy a folder of objects, if there are any, into a new run, whose config names them."""
     if not source.is_dir() or not any(source.iterdir()):
         return
-    target = run_dir / OBJECTS_DIR
-    target.mkdir()
+    (run_dir / OBJECTS_DIR).mkdir()
     for path in source.iterdir():
-        write_whole(target / path.name, path.read_bytes(), durable=True)
+        write_whole(run_dir / OBJECTS_DIR / path.name, path.read_bytes(), durable=True)
     sync(run_dir)
     write_config(run_config(run_dir), run_dir, source)
 

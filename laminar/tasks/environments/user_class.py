@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -24,8 +24,7 @@ from laminar.config import ConfigError
 from laminar.config.tree import EnvConfig
 from laminar.run.child_channel import Ready
 from laminar.run.child_process import call_isolated, connect_user_code
-from laminar.run.user_code import import_file
-from laminar.run.user_file import describe_error
+from laminar.run.user_code import UserFunction, import_file
 from laminar.tasks.rewards.results import format_names
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 from laminar.tasks.sandbox.sandbox import permit_unsafe
@@ -58,7 +57,7 @@ def load_class(path: str, name: str) -> type:
         )
     found = getattr(module, name, None) if name else next(iter(own.values()))
     if callable(found) and not inspect.isclass(found):  # TRL's environment_factory
-        found = _class_of_factory(found, path)
+        found = _class_of_factory(UserFunction("env.name", Path(path), name, found))
     if not inspect.isclass(found):
         raise ConfigError(
             f"env.name = {name!r} is not a class in {path}; it has {format_names(own)}"
@@ -67,15 +66,10 @@ def load_class(path: str, name: str) -> type:
     return found
 
 
-def _class_of_factory(factory: Callable[[], Any], path: str) -> type:
+def _class_of_factory(factory: UserFunction) -> type:
     """Return a class whose instances are those that the function returns."""
-    try:
-        made = type(factory())
-    except Exception as error:
-        raise ConfigError(
-            f"the environment's function in {path} raised {describe_error(error, path)}; correct it"
-        ) from None
-    return type(made.__name__, (made,), {"__new__": lambda _: factory()})
+    made = type(factory())
+    return type(made.__name__, (made,), {"__new__": lambda _: factory.function()})
 
 
 def _check_class(found: type, path: str) -> None:
