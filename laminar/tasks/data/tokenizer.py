@@ -82,8 +82,7 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
 
 def _model_json(name: str, file: str) -> dict[str, Any] | None:
     """Return the content of a JSON file of the model, or None if there is no such file."""
-    path = Path(name, file)
-    if not path.is_file():
+    if not (path := Path(name, file)).is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
