@@ -274,14 +274,14 @@ def averaged() -> Iterator[None]:
 @contextmanager
 def counts_of_a_rank() -> Iterator[None]:
     """Count tokens and sequences over a rank's share only."""
-    usual = Learner._prepare
+    usual = Learner._plan_mini_batch
 
-    def prepare(self: Learner, samples: list[TrainSample]) -> Any:
+    def plan(self: Learner, samples: list[TrainSample]) -> Any:
         own = assign_sequences([s.length for s in samples], self.ranks.size)[self.ranks.rank]
         tokens = sum(len(samples[i].response_ids) for i in own)
         return replace(usual(self, samples), counts=BatchCounts(tokens, len(own)))
 
-    with replaced(Learner, "_prepare", prepare):
+    with replaced(Learner, "_plan_mini_batch", plan):
         yield
 
 
