@@ -25,8 +25,6 @@ import torch
 from torch import Tensor
 
 from laminar.config import Config
-from laminar.training.model.micro_batches import MicroBatch
-from laminar.training.ranks import Ranks
 from laminar.training.steps import Mismatch, MismatchSource, Origin, TrainSample, get_origin
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
@@ -54,9 +52,6 @@ class MismatchLimits:
     def record_movement(self, step: int, distance: float) -> None:
         """Record how far the updates of `step` moved the log-probs; nats per doubt."""
         self._moved[step] = distance
-
-    def get_movement(self, step: int) -> float:
-        return self._moved[step]
 
     @property
     def movements(self) -> dict[int, float]:
@@ -157,27 +152,6 @@ def compute_doubts(log_probs: Tensor) -> Tensor:
 def _sum_doubts(sample: TrainSample) -> float:
     """Sum the doubt of a sample's tokens, as its engine scored them."""
     return float(compute_doubts(torch.tensor(sample.logprobs, dtype=torch.float64)).sum())
-
-
-def gather_scores(
-    samples: Sequence[TrainSample], passes: Iterable[tuple[MicroBatch, Tensor]], ranks: Ranks
-) -> Tensor:
-    """Gather log-probs [tokens] float64 of all response tokens of `samples`, in order.
-
-    `passes`: those of this rank with their scores [tokens], merged over all ranks. Other rows are
-    ignored.
-    """
-    ends = itertools.accumulate(len(s.response_ids) for s in samples)
-    end_of = {s.sample_id: end for s, end in zip(samples, ends, strict=True)}
-    found = torch.zeros(max(end_of.values(), default=0), dtype=torch.float64)
-    for micro, scores in passes:
-        if micro.empty:
-            continue
-        rows = scores.split(micro.rows.counts.tolist())
-        for sample_id, row in zip(micro.sample_ids, rows, strict=True):
-            if (end := end_of.get(sample_id)) is not None:
-                found[end - len(row) : end] = row
-    return ranks.all_reduce(found)
 
 
 def get_rounding(config: Config, compute: torch.dtype) -> float:

@@ -6,18 +6,16 @@ Gives   StepResult; changes the policy's weights and the optimizer's state in pl
 A step takes one StepBatch (step_batch.py) through six stages: advantages over all of it; a plan of
 mini-batches of whole groups, each of one optimizer update; scores before the first update; their
 comparison with what the engines recorded; updates; the report. The plan needs the advantages:
-samples whose advantage is exactly 0 are read only if another term gives them a gradient. With a
-single mini-batch, the scores are those of its own forward pass. Samples of an engine with other
-weights (engine_mismatch.py) are left out, and the first three stages are repeated as if they had
-never been in the batch.
+samples without one are read only if another term gives them a gradient. A single mini-batch is
+scored by its own forward pass. Samples of an engine with other weights (engine_mismatch.py) are
+left out, and the first three stages are repeated as if they had never been in the batch.
 
 Gradients are summed over passes with coefficients of the whole mini-batch, so the memory budget
 decides only how a batch is split. An update without signal, or with a gradient that is not finite,
-is skipped: AdamW would still decay the weights and follow its old momentum. With a critic
-(critic.py) advantages come from its values before the step; its update follows the policy's, on
-which it does not depend, and in the first trainer.critic_warmup steps it is the only one. The step
-is a function of samples, weights, optimizer state and earlier steps; on a CPU with one thread a
-repeated step gives the same bytes.
+is skipped: AdamW would still decay the weights and follow its old momentum. A critic (critic.py)
+gives values before the step; its update follows the policy's, and in the first critic_warmup steps
+it is the only one. The step is a function of samples, weights, optimizer state and earlier steps;
+on a CPU with one thread a repeated step gives the same bytes.
 """
 
 from __future__ import annotations
@@ -29,38 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar.config import AlgorithmConfig, Config, ConfigError
-from laminar.run.user_file import UserFunction
+from laminar.config import Config, ConfigError
+from laminar.training import engine_mismatch, metrics
 from laminar.training.algorithms.advantages import Estimator, with_penalties
 from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.critic import Critic
-from laminar.training.engine_mismatch import (
-    MismatchLimits,
-    count_siblings,
-    find_oldest_steps,
-    gather_scores,
-    get_rounding,
-    measure_movement,
-    movement_rows,
-)
-from laminar.training.metrics import (
-    TokenFigures,
-    batch_metrics,
-    by_origin,
-    memory_metrics,
-    reward_by_version,
-    token_metrics,
-    update_metrics,
-)
-from laminar.training.model.footprint import (
-    FLOAT32,
-    ModelSizes,
-    TrainingPlan,
-    estimate_footprint,
-    sizes_of,
-    sum_bytes,
-    way_of,
-)
+from laminar.training.metrics import TokenFigures
+from laminar.training.model import footprint
 from laminar.training.model.lora_targets import adapters_of
 from laminar.training.model.micro_batches import (
     MicroBatch,
@@ -68,7 +41,7 @@ from laminar.training.model.micro_batches import (
     mini_batches,
     pad_token_rows,
 )
-from laminar.training.model.packing import build_passes
+from laminar.training.model.packing import gather_tokens, make_pass_builder
 from laminar.training.model.policy import (
     VALUE_HEAD,
     BasePolicy,
@@ -80,8 +53,8 @@ from laminar.training.model.policy import (
 )
 from laminar.training.objective import (
     ObjectiveConfig,
-    compute_objective,
-    engine_mismatch,
+    accumulate_gradient,
+    compare_scores,
     score_micro_batch,
 )
 from laminar.training.optimizer import apply_gradient, make_adamw, set_rate
@@ -132,25 +105,28 @@ class Learner:
         _check_loaded(config, reference, critic)
         if policy.device.type == "cpu":
             torch.set_num_threads(config.trainer.threads)
-        way = _way(config, policy, critic)
+        of_critic = _sizes(critic) if critic is not None else None
+        way = footprint.way_of(config, gpu=policy.device.type == "cuda", critic=of_critic)
         if way.recomputes:
-            for trained in (policy, critic) if critic is not None else (policy,):
-                recompute_layers(trained.model)
+            for each in (policy, critic) if critic is not None else (policy,):
+                recompute_layers(each.model)
         self.config, self.policy = config, policy
         self.reference = reference if config.algorithm.use_kl_loss else None
         self.total_steps, self.ranks = total_steps, ranks
         self._estimator = Estimator(config.algorithm)
         loss, response_max = PolicyLoss(config.algorithm), config.data.max_response_length
-        self._objective = ObjectiveConfig(config.algorithm, loss, response_max, _compute(way))
-        self.compute = self._objective.compute
-        self._reads_all = _reads_all(config.algorithm, self._objective.policy_loss)
-        self._limits = MismatchLimits(get_rounding(config, self.compute.dtype))
+        dtype = torch.bfloat16 if way.compute < footprint.FLOAT32 else torch.float32
+        self.compute = Compute(dtype, way.chunk_tokens)
+        self._objective = ObjectiveConfig(config.algorithm, loss, response_max, self.compute)
+        self._build_passes = make_pass_builder(config, policy, self.compute, ranks)
+        rounding = engine_mismatch.get_rounding(config, dtype)
+        self._limits = engine_mismatch.MismatchLimits(rounding)
         self.optimizer = make_adamw(config.optim, policy.model)
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(config, critic, self.compute, total_steps, ranks)
-        footprint = estimate_footprint(_sizes(policy), way)
-        self.estimated_bytes = sum_bytes(footprint.device)
+        needed = footprint.estimate_footprint(_sizes(policy), way)
+        self.estimated_bytes = footprint.sum_bytes(needed.device)
         self.reference_digest = ""
         if self.reference is not None:
             self.reference_digest = _digest_of(self.reference)
@@ -196,7 +172,7 @@ class Learner:
 
     def _plan_mini_batch(self, samples: list[TrainSample]) -> MiniBatch:
         truncated = self.config.algorithm.truncated
-        return plan_mini_batch(samples, truncated, self._reads_all, self._build_passes)
+        return plan_mini_batch(samples, truncated, self._objective.reads_all, self._build_passes)
 
     def _score_passes(self, batch: StepBatch) -> None:
         """Stage 3: score all passes with the weights before the step.
@@ -205,7 +181,7 @@ class Learner:
         training, so that the ratio of the first one is exactly 1."""
         batch.figures, batch.losses = TokenFigures(), None
         if len(batch.mini_batches) == 1 and batch.trains_policy:
-            batch.losses = self._accumulate_gradient(batch.mini_batches[0], batch.figures)
+            batch.losses = self._accumulate(batch.mini_batches[0], batch.figures)
         else:
             for mini in batch.mini_batches:
                 mini.proximal = [self._compare_pass(micro, batch.figures) for micro in mini.passes]
@@ -216,8 +192,8 @@ class Learner:
         batch.mismatch = batch.figures.compute_mismatch()
         batch.suspects = self._limits.find_suspects(
             batch.mismatch,
-            find_oldest_steps(batch.samples),
-            count_siblings(batch.samples),
+            engine_mismatch.find_oldest_steps(batch.samples),
+            engine_mismatch.count_siblings(batch.samples),
             batch.step,
         )
         batch.left_out = sampled_by(batch.samples, batch.suspects)
@@ -238,25 +214,25 @@ class Learner:
         batch.critic_metrics = self.critic.train_step(batch.kept, batch.step)
 
     def _report_step(self, batch: StepBatch) -> StepResult:
-        """Stage 6."""
+        """Stage 6: return the metrics, and what became of each sample."""
         samples, continued = batch.samples, batch.figures.went_on()
-        metrics = (
-            batch_metrics(samples, batch.step)
-            | token_metrics(batch.update_figures or batch.figures)
-            | update_metrics(batch.updates, self.policy.vocab_limit)
+        found = (
+            metrics.batch_metrics(samples, batch.step)
+            | metrics.token_metrics(batch.update_figures or batch.figures)
+            | metrics.update_metrics(batch.updates, self.policy.vocab_limit)
             | batch.critic_metrics
             | {
                 "actor/skipped_rows": float(sum(mini.skipped for mini in batch.mini_batches)),
                 "actor/lr": batch.rate,
                 "mismatch/left_out": float(len(batch.left_out)),
-                "mismatch/moved": self._limits.get_movement(batch.step),
+                "mismatch/moved": self._limits.movements[batch.step],
             }
-            | by_origin(batch.mismatch, continued, reward_by_version(samples))
+            | metrics.by_origin(batch.mismatch, continued, metrics.reward_by_version(samples))
         )
         return StepResult(
             step=batch.step,
             updates=batch.updates,
-            metrics=metrics,
+            metrics=found,
             mismatch=batch.mismatch,
             suspects=batch.suspects,
             left_out=batch.left_out,
@@ -273,12 +249,10 @@ class Learner:
         for i, ids in enumerate(arrays):
             check_ids(f"sequence {i}", ids, self.policy.vocab_limit)
         scores: list[list[float]] = [[] for _ in arrays]
-        budget = self.config.trainer.micro_batch_tokens
+        budget, device = self.config.trainer.micro_batch_tokens, self.policy.device
         for chosen in micro_batches([len(a) for a in arrays], budget):
-            rows = pad_token_rows(
-                [arrays[i] for i in chosen], [1] * len(chosen), self.policy.device
-            )
-            at = torch.full((len(rows.targets),), temperature, device=self.policy.device)
+            rows = pad_token_rows([arrays[i] for i in chosen], [1] * len(chosen), device)
+            at = torch.full((len(rows.targets),), temperature, device=device)
             values = self.policy.log_probs(rows, at, self.compute).log_probs.cpu().numpy()
             for i, part in zip(chosen, np.split(values, np.cumsum(rows.counts)[:-1]), strict=True):
                 scores[i] = part.tolist()
@@ -286,6 +260,7 @@ class Learner:
 
     def collect_facts(self) -> LearnerFacts:
         """Collect the state that a checkpoint has in addition to parameters and optimizer."""
+        functions = (self._objective.policy_loss.users, self._estimator.users)
         return LearnerFacts(
             torch=str(torch.__version__),
             threads=torch.get_num_threads(),
@@ -295,7 +270,7 @@ class Learner:
             prompts_once=self.policy.reads_prompts_once(self.compute),
             reference=self.reference_digest,
             critic=self.config.critic_name if self.critic is not None else "",
-            functions=_digests(self._objective.policy_loss.users, self._estimator.users),
+            functions={function.key: function.digest for function in functions if function},
             base=self.policy.base,
             adapters=adapters_of(self.config.lora),
             moved=self._limits.movements,
@@ -306,69 +281,43 @@ class Learner:
         check_same(facts, self.collect_facts())
         self._limits.restore_movements(facts.moved)
 
-    def _build_passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
-        """Build this rank's passes."""
-        return build_passes(
-            samples,
-            self.config.trainer.micro_batch_tokens,
-            self.policy.device,
-            prompts_once=self.policy.reads_prompts_once(self.compute),
-            ranks=self.ranks,
-        )
-
     def _compare_pass(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
         """Score a pass, and add its difference from the engine to the figures."""
         scores = score_micro_batch(self.policy, micro, self.compute)
-        figures.add(micro, engine_mismatch(scores, micro.behaviour))
+        figures.add(micro, compare_scores(scores, micro.behaviour))
         return scores
 
-    def _accumulate_gradient(
-        self, mini: MiniBatch, figures: TokenFigures
-    ) -> tuple[float, float | None]:
-        """Run forward and, with a gradient, backward over all passes; return the losses.
-
-        Without proximal scores, the passes' own become the mini-batch's."""
+    def _accumulate(self, mini: MiniBatch, figures: TokenFigures) -> tuple[float, float | None]:
+        """Compute the gradient of a mini-batch; return its losses, summed over all ranks."""
         self.optimizer.zero_grad(set_to_none=True)
-        pg_loss, kl_loss, scores = 0.0, None if self.reference is None else 0.0, []
-        for i, micro in enumerate(mini.passes):
-            proximal = mini.proximal[i] if mini.proximal is not None else None
-            with torch.set_grad_enabled(i < mini.gradient_passes):
-                objective = compute_objective(
-                    self.policy, self.reference, micro, proximal, mini.counts, self._objective
-                )
-            if i < mini.gradient_passes:
-                torch.autograd.backward(objective.loss)
-            scores.append(objective.scores)
-            figures.add(micro, objective.figures)
-            pg_loss += float(objective.pg_loss)
-            if kl_loss is not None and objective.kl_loss is not None:
-                kl_loss += float(objective.kl_loss)
-        mini.proximal = scores
-        sums = torch.tensor([pg_loss, kl_loss or 0.0], dtype=torch.float64)
-        pg_loss, kl_sum = self.ranks.all_reduce(sums).tolist()
-        return pg_loss, None if kl_loss is None else kl_sum
+        losses = accumulate_gradient(self.policy, self.reference, mini, self._objective, figures)
+        pg_loss, kl_loss = self.ranks.all_reduce(losses).tolist()
+        return pg_loss, None if self.reference is None else kl_loss
 
     def _apply_updates(self, batch: StepBatch) -> float:
         """Update once for each mini-batch; return the movement of the policy, nats per doubt."""
-        picks = movement_rows(batch.with_gradient, self.config.trainer.micro_batch_tokens)
+        with_gradient = [s for mini in batch.mini_batches for s in mini.with_gradient]
+        picks = engine_mismatch.movement_rows(with_gradient, self.config.trainer.micro_batch_tokens)
         picked = [s for pick in picks for s in pick]
-        exact = self.compute.dtype == torch.float32  # else rounding depends on the other samples
-        before = gather_scores(
-            picked, batch.scored_passes if exact else self._score_alone(picked), self.ranks
-        )
+        passes = [
+            pair for m in batch.mini_batches for pair in zip(m.passes, m.proximal, strict=True)
+        ]
+        if self.compute.dtype != torch.float32:  # rounding depends on the other samples
+            passes = self._score_alone(picked)
+        before = gather_tokens(picked, passes, self.ranks)
         if batch.losses is not None:
             batch.updates = (self._apply_update(batch.mini_batches[0], batch.losses),)
         else:
             figures = batch.update_figures = TokenFigures()
             batch.updates = tuple(
-                self._apply_update(mini, self._accumulate_gradient(mini, figures))
+                self._apply_update(mini, self._accumulate(mini, figures))
                 for mini in batch.mini_batches
             )
             figures.join(self.ranks, batch.read)
         if all(u.skipped_reason for u in batch.updates):
             return 0.0
-        after = gather_scores(picked, self._score_alone(picked), self.ranks)
-        return measure_movement(picks, before, after)
+        after = gather_tokens(picked, self._score_alone(picked), self.ranks)
+        return engine_mismatch.measure_movement(picks, before, after)
 
     def _score_alone(self, samples: Sequence[TrainSample]) -> list[tuple[MicroBatch, Tensor]]:
         """Score these samples with the current weights; return passes and scores."""
@@ -378,18 +327,10 @@ class Learner:
     def _apply_update(self, mini: MiniBatch, losses: tuple[float, float | None]) -> Update:
         """Apply the accumulated gradient of one mini-batch, unless it is skipped."""
         reason: str | None = NO_SIGNAL
-        norm = 0.0
+        norm, clip = 0.0, self.config.optim.clip_grad
         if mini.with_gradient:
-            norm, reason = apply_gradient(
-                self.optimizer, self.policy.model, self.config.optim.clip_grad
-            )
+            norm, reason = apply_gradient(self.optimizer, self.policy.model, clip)
         return Update(mini.sample_ids, reason, norm, *losses)
-
-
-def _reads_all(algorithm: AlgorithmConfig, policy_loss: PolicyLoss) -> bool:
-    """Return whether a term other than its advantage may give a row a gradient."""
-    other_terms = algorithm.use_kl_loss or algorithm.entropy_coeff != 0
-    return other_terms or not policy_loss.needs_advantage
 
 
 def _check_loaded(
@@ -401,16 +342,30 @@ def _check_loaded(
         raise ConfigError('a critic is loaded if and only if algorithm.adv_estimator = "gae"')
 
 
+def load_learner(
+    config: Config,
+    load: Callable[..., LoadedPolicy],
+    load_critic: Callable[[str], LoadedPolicy],
+    ranks: Ranks = SINGLE_RANK,
+) -> Learner:
+    """Load the models of a run; `load` takes a directory, and the run whose adapters it gets."""
+    adapt = config if config.lora.rank else None
+    policy = load(config.model.name, adapt=adapt)
+    reference: LoadedPolicy | BasePolicy | None = None
+    if config.algorithm.use_kl_loss:
+        reference = load(config.model.name) if adapt is None else BasePolicy(policy)
+    critic = load_critic(config.critic_name) if config.has_critic else None
+    total = config.trainer.total_training_steps
+    return Learner(
+        config, policy, reference=reference, critic=critic, total_steps=total, ranks=ranks
+    )
+
+
 def run_measured_step(learner: Learner, samples: Sequence[TrainSample], step: int) -> StepResult:
     """Run a step and add memory metrics, which differ if the step is repeated."""
     result = learner.train_step(samples, step)
-    memory = memory_metrics(learner.policy.device, learner.estimated_bytes)
+    memory = metrics.memory_metrics(learner.policy.device, learner.estimated_bytes)
     return replace(result, metrics=result.metrics | memory)
-
-
-def _digests(*functions: UserFunction | None) -> dict[str, str]:
-    """Return the digests of the user's files, by setting."""
-    return {function.key: function.digest for function in functions if function is not None}
 
 
 def replace_weights(learner: Learner, load: Callable[[], LoadedPolicy]) -> None:
@@ -423,17 +378,7 @@ def _digest_of(reference: LoadedPolicy | BasePolicy) -> str:
     return digest_base_weights(reference) if isinstance(reference, LoadedPolicy) else reference.base
 
 
-def _way(config: Config, policy: LoadedPolicy, critic: LoadedPolicy | None) -> TrainingPlan:
-    """Derive the training plan of the models on this device."""
-    of_critic = _sizes(critic) if critic is not None else None
-    return way_of(config, gpu=policy.device.type == "cuda", critic=of_critic)
-
-
-def _compute(way: TrainingPlan) -> Compute:
-    return Compute(torch.bfloat16 if way.compute < FLOAT32 else torch.float32, way.chunk_tokens)
-
-
-def _sizes(policy: LoadedPolicy) -> ModelSizes:
+def _sizes(policy: LoadedPolicy) -> footprint.ModelSizes:
     tensors = get_base_weights(policy.model).items()
     shapes = {name: tuple(t.shape) for name, t in tensors if not name.startswith(VALUE_HEAD)}
-    return sizes_of(policy.model.config.to_dict(), shapes)
+    return footprint.sizes_of(policy.model.config.to_dict(), shapes)

@@ -40,7 +40,7 @@ class MiniBatch:
     skipped: int  #: samples without gradient that are not read
     passes: list[MicroBatch]  #: of this rank: first those of `with_gradient`
     gradient_passes: int
-    proximal: list[Tensor] | None = None  #: scores of each pass with the weights before the step
+    proximal: list[Tensor] = field(default_factory=list)  #: scores of each pass before the step
 
 
 @dataclass(slots=True)
@@ -66,22 +66,9 @@ class StepBatch:
         return [s for s in self.samples if s.sample_id not in self.left_out]
 
     @property
-    def with_gradient(self) -> list[TrainSample]:
-        return [s for mini in self.mini_batches for s in mini.with_gradient]
-
-    @property
     def read(self) -> list[TrainSample]:
         """Samples of the passes of all ranks, in order."""
         return [s for mini in self.mini_batches for s in mini.with_gradient + mini.without_gradient]
-
-    @property
-    def scored_passes(self) -> list[tuple[MicroBatch, Tensor]]:
-        """Passes of this rank with their scores before the updates."""
-        return [
-            pair
-            for mini in self.mini_batches
-            for pair in zip(mini.passes, mini.proximal or (), strict=True)
-        ]
 
     def list_skipped_updates(self) -> tuple[Update, ...]:
         """Return the updates of a batch that does not train the policy; (): it does."""
