@@ -40,6 +40,7 @@ from laminar.training.model import lora
 from laminar.training.model.fsdp import load_sharded, load_sharded_critic
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import named_weights, weight_forms
+from laminar.training.model.weight_files import compare_published
 from laminar.training.ranks import Ranks, join_rank_group
 from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
@@ -79,6 +80,12 @@ class WireSample(msgspec.Struct, frozen=True, kw_only=True):
     contexts: tuple[Ids, ...]
 
 
+class CheckOrder(_RankOrder, tag="check", frozen=True):
+    """Compare what is published with the files of the model."""
+
+    dtype: str | None  #: of the published values; None: compare names and shapes alone
+
+
 class TrainOrder(_RankOrder, tag="train", frozen=True):
     batch: tuple[WireSample, ...]
     step: int
@@ -114,6 +121,7 @@ class ReloadOrder(_RankOrder, tag="reload", frozen=True):
 
 RankOrder = (
     LoadOrder
+    | CheckOrder
     | TrainOrder
     | ScoreOrder
     | CopyOrder
@@ -202,6 +210,9 @@ class RankWorker:
             case LoadOrder():
                 self._reached("rank-load")
                 return self._load()
+            case CheckOrder(dtype):
+                name, model = self._config.model.name, self.learner.policy.model
+                return compare_published(name, model, self._iter_weight_rows(), dtype)
             case TrainOrder(batch, step):
                 self._reached("rank-step")
                 return run_measured_step(self.learner, [sample_of(row) for row in batch], step)
@@ -313,6 +324,11 @@ class RankedLearner:
         await self._gang.start()
         layout: ModelLayout = await self._all(LoadOrder())
         return layout
+
+    async def check_weights(self, dtype: str | None) -> int:
+        """Compare what is published with the model's files; raises ConfigError."""
+        tensors: int = await self._all(CheckOrder(dtype))
+        return tensors
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         result: StepResult = await self._all(TrainOrder(tuple(map(row_of, samples)), step))

@@ -43,7 +43,6 @@ from laminar.training.model.micro_batches import (
 )
 from laminar.training.model.packing import gather_tokens, make_pass_builder
 from laminar.training.model.policy import (
-    VALUE_HEAD,
     BasePolicy,
     Compute,
     LoadedPolicy,
@@ -51,6 +50,7 @@ from laminar.training.model.policy import (
     get_base_weights,
     recompute_layers,
 )
+from laminar.training.model.weight_files import VALUE_HEAD
 from laminar.training.objective import (
     ObjectiveConfig,
     accumulate_gradient,

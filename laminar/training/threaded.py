@@ -27,6 +27,8 @@ from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.learner import Learner, load_learner, replace_weights, run_measured_step
 from laminar.training.model import lora
 from laminar.training.model.policy import load_critic, load_policy, named_weights, weight_forms
+from laminar.training.model.weight_files import compare_published
+from laminar.training.shared_safetensors import rows_of
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
 from laminar.training.trainer_state import LearnerFacts, ResumeState
 
@@ -85,6 +87,12 @@ class ThreadedLearner:
         self.learner = await asyncio.to_thread(load_learner, config, self._load, critic)
         self.learner.reached = self._reached
         return self.learner.policy.describe_layout(weight_forms(self.model), self.learner.compute)
+
+    async def check_weights(self, dtype: str | None) -> int:
+        """Compare what is published with the model's files; raises ConfigError."""
+        name = self._config.model.name
+        rows = ((key, rows_of(tensor)) for key, tensor in self.iter_weights())
+        return await asyncio.to_thread(compare_published, name, self.model, rows, dtype)
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         return await asyncio.to_thread(run_measured_step, self.learner, samples, step)

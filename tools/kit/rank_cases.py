@@ -496,6 +496,12 @@ async def publish(trainer: OnRanks, path: str, samples: list[TrainSample]) -> An
     return result, before, after, await trainer.digest()
 
 
+async def compare(trainer: OnRanks) -> int:
+    """Load, and compare what would be published with the files."""
+    await trainer.load()
+    return await trainer.learner.check_weights("float32")
+
+
 async def save_again(trainer: OnRanks, source: str, target: str) -> str:
     """Restore a checkpoint and write another one from it."""
     await trainer.load()
