@@ -71,6 +71,11 @@ class TrainerModel(Protocol):
     async def load(self) -> ModelLayout:
         """Read the model; ConfigError."""
 
+    async def check_weights(self, dtype: str | None) -> int:
+        """Compare what is published with the model's files; ConfigError. Return its tensors.
+
+        `dtype`: of the published values; None: compare names and shapes alone."""
+
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0)."""
 
@@ -148,6 +153,7 @@ class Trainer:
         self.host.spawn(self._run_jobs(self.publisher, self.checkpoints))
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
         found = await self.checkpoints.find_checkpoints()
+        await check_weights(self.host, self.learner, None if found else dtype)
         ready = ev.TrainerReady(
             num_parameters=parameters,
             weights_bytes=mf.check_tensors(specs),
@@ -355,6 +361,15 @@ class Trainer:
             raise RuntimeError("no slot of the relay became free for the export")
         exported = ev.ModelExported(version=command.version, path=str(directory))
         self.host.emit(exported, event_seq=order.cause, version=command.version)
+
+
+async def check_weights(host: Host, learner: TrainerModel, dtype: str | None) -> None:
+    """Compare what is published with the model's files: of a new run the values, too."""
+    started = host.now_ns()
+    if tensors := await learner.check_weights(dtype):
+        seconds = round((host.now_ns() - started) / 1e9, 2)
+        compared = "names and shapes" if dtype is None else f"values in {dtype}"
+        host.log.info("weights-match", tensors=tensors, compared=compared, seconds=seconds)
 
 
 def _book_line(

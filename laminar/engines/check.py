@@ -23,7 +23,12 @@ from safetensors import SafetensorError, safe_open
 
 from laminar.config import Config, ConfigError, dump_config
 from laminar.engines.environment import VLLM_ENVIRONMENT
-from laminar.engines.hf_config import parse_hf_config, read_hf_config
+from laminar.engines.hf_config import (
+    parse_hf_config,
+    read_hf_config,
+    refuse_packed_weights,
+    refuse_remote_code,
+)
 from laminar.engines.protocol import EngineError
 from laminar.run.command_line import with_extra
 
@@ -45,6 +50,8 @@ def check_engine(config: Config, *, here: bool = True) -> None:
     name = config.model.name
     try:
         hf_config = read_hf_config(name)
+        refuse_packed_weights(hf_config)
+        refuse_remote_code(hf_config)
         if config.rollout.engine == "vllm":
             (check_vllm if here else _check_parallelism)(config)
             positions = hf_config.get("max_position_embeddings")

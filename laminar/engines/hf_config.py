@@ -101,6 +101,8 @@ _GENERATION = frozenset(
         "typical_p",
     }
 )
+#: Classes of transformers that unpack weights, by quant_method.
+UNPACKS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 _KNOWN = _IMPLEMENTED | _WITHOUT_EFFECT | _GENERATION
 _LLAMA3_FIELDS = (
     "factor",
@@ -179,6 +181,35 @@ def _describe_adapter(directory: Path) -> str:
         "(merge_and_unload and save_pretrained of peft), or name that model and train another "
         "adapter (lora.rank)"
     )
+
+
+def refuse_packed_weights(config: Mapping[str, Any]) -> None:
+    """Raise EngineError for weight files of a type that is not trained, such as MXFP4 or FP8."""
+    packed = config.get("quantization_config")
+    if not packed:
+        return
+    method = packed.get("quant_method") if isinstance(packed, dict) else packed
+    unpacks = UNPACKS.get(str(method), "its class for this method")
+    raise EngineError(
+        f"its weight files are packed (quantization_config in config.json, quant_method = "
+        f"{method!r}), and training needs them in bfloat16 or float32; convert the model with "
+        f"from_pretrained(..., quantization_config={unpacks}(dequantize=True)) and "
+        "save_pretrained(...) of transformers, or name a bfloat16 copy of it"
+    )
+
+
+def refuse_remote_code(config: Mapping[str, Any]) -> None:
+    """Raise EngineError for a model whose classes only its directory has: they are never run."""
+    if not config.get("auto_map"):
+        return
+    from transformers import CONFIG_MAPPING, __version__  # seconds to import
+
+    if (kind := config.get("model_type")) not in CONFIG_MAPPING:
+        raise EngineError(
+            f"its classes are in its directory (auto_map in config.json), whose code is never run, "
+            f"and transformers {__version__} has none for model_type = {kind!r}; use a release of "
+            "transformers that has them, or another model"
+        )
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:

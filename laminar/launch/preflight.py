@@ -34,7 +34,7 @@ from laminar.engines.environment import (
     list_gpus,
     visible_gpus,
 )
-from laminar.engines.hf_config import read_hf_config
+from laminar.engines.hf_config import read_hf_config, refuse_packed_weights
 from laminar.engines.protocol import EngineError
 from laminar.launch.emulated_note import EMULATED
 from laminar.launch.function_check import check_functions
@@ -304,8 +304,8 @@ def check_critic(config: Config) -> None:
 
     of_policy = load_tokenizer(config.model.name)
     try:
-        limits = read_hf_config(name)
-        shapes = weight_shapes(name)
+        limits, shapes = read_hf_config(name), weight_shapes(name)
+        refuse_packed_weights(limits)
         check_embedding(limits, shapes)
         same = load_tokenizer(name).get_vocab() == of_policy.get_vocab()
     except (ConfigError, EngineError) as error:

@@ -26,7 +26,7 @@ from laminar.training.algorithms.advantages import Floats, inputs_of, later_erro
 from laminar.training.algorithms.loss_terms import BatchCounts, token_coefficients, value_losses
 from laminar.training.metrics import count_skipped
 from laminar.training.model.micro_batches import MicroBatch, mini_batches, select_unmasked
-from laminar.training.model.packing import build_passes
+from laminar.training.model.packing import gather_tokens, make_pass_builder
 from laminar.training.model.policy import Compute, LoadedPolicy
 from laminar.training.optimizer import apply_gradient, make_adamw, set_rate
 from laminar.training.ranks import SINGLE_RANK, Ranks
@@ -53,24 +53,16 @@ class Critic:
         self._optim = msgspec.structs.replace(config.optim, lr=config.critic.lr)
         self.optimizer = make_adamw(self._optim, model.model)
         self._compute, self._total_steps = compute, total_steps
+        self._build_passes = make_pass_builder(config, model, compute, ranks)
 
     @torch.no_grad()
     def assign_values(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Return the samples in their order, each with the present values of its tokens."""
-        lengths = [len(s.response_ids) for s in samples]
-        ends = np.cumsum(lengths)
-        flat = torch.zeros(int(ends[-1]), dtype=torch.float64)
-        at = {s.sample_id: (end - n, end) for s, n, end in zip(samples, lengths, ends, strict=True)}
-        for micro in self._build_passes(samples):
-            values = self.model.values(micro.rows, self._compute).double().cpu()
-            if micro.empty:
-                continue
-            parts = values.split(micro.rows.counts.tolist())
-            for sample_id, part in zip(micro.sample_ids, parts, strict=True):
-                first, end = at[sample_id]
-                flat[first:end] = part
-        parts = np.split(self.ranks.all_reduce(flat).numpy(), ends[:-1])
-        return [replace(s, values=part) for s, part in zip(samples, parts, strict=True)]
+        passes = self._build_passes(samples)
+        found = ((micro, self.model.values(micro.rows, self._compute)) for micro in passes)
+        flat = gather_tokens(samples, found, self.ranks).numpy()
+        values = np.split(flat, np.cumsum([len(s.response_ids) for s in samples])[:-1])
+        return [replace(s, values=own) for s, own in zip(samples, values, strict=True)]
 
     def train_step(self, samples: Sequence[TrainSample], index: int) -> dict[str, float]:
         """Train on a batch of samples with values as training step `index`; return metrics.
@@ -103,10 +95,10 @@ class Critic:
         The sums are those of losses, clipped values, values and tokens."""
         algorithm, sums = self.config.algorithm, torch.zeros(4, dtype=torch.float64)
         counts = BatchCounts.from_samples(samples)
-        trained = select_unmasked(samples, algorithm.truncated)
-        before = {s.sample_id: s.values for s in trained}
+        unmasked = select_unmasked(samples, algorithm.truncated)
+        before = {s.sample_id: s.values for s in unmasked}
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._build_passes(trained):
+        for micro in self._build_passes(unmasked):
             values = self.model.values(micro.rows, self._compute)
             losses, clipped = value_losses(
                 values,
@@ -124,16 +116,6 @@ class Critic:
                 sums += torch.tensor([float(figure) for figure in figures], dtype=torch.float64)
         norm, reason = apply_gradient(self.optimizer, self.model.model, self.config.optim.clip_grad)
         return self.ranks.all_reduce(sums).numpy(), norm, reason
-
-    def _build_passes(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
-        """Build this rank's passes."""
-        return build_passes(
-            samples,
-            self.config.trainer.micro_batch_tokens,
-            self.model.device,
-            prompts_once=self.model.reads_prompts_once(self._compute),
-            ranks=self.ranks,
-        )
 
 
 def returns_of(samples: Sequence[TrainSample], config: Config) -> Returns:

@@ -17,6 +17,7 @@ import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args
 
@@ -34,11 +35,12 @@ from laminar.training.checkpoints import checkpoint, export, file_digests
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
 from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.checkpoints.file_digests import MODEL_FILE, OPTIMIZER_FILE
-from laminar.training.learner import Learner, no_point, replace_weights, run_measured_step
+from laminar.training.learner import Learner, load_learner, replace_weights, run_measured_step
 from laminar.training.model import lora
-from laminar.training.model.fsdp import ShardedPolicy, load_sharded, load_sharded_critic
+from laminar.training.model.fsdp import load_sharded, load_sharded_critic
 from laminar.training.model.lora_targets import ADAPTER_FILE
-from laminar.training.model.policy import BasePolicy, named_weights, weight_forms
+from laminar.training.model.policy import named_weights, weight_forms
+from laminar.training.model.weight_files import compare_published
 from laminar.training.ranks import Ranks, join_rank_group
 from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
@@ -78,6 +80,12 @@ class WireSample(msgspec.Struct, frozen=True, kw_only=True):
     contexts: tuple[Ids, ...]
 
 
+class CheckOrder(_RankOrder, tag="check", frozen=True):
+    """Compare what is published with the files of the model."""
+
+    dtype: str | None  #: of the published values; None: compare names and shapes alone
+
+
 class TrainOrder(_RankOrder, tag="train", frozen=True):
     batch: tuple[WireSample, ...]
     step: int
@@ -113,6 +121,7 @@ class ReloadOrder(_RankOrder, tag="reload", frozen=True):
 
 RankOrder = (
     LoadOrder
+    | CheckOrder
     | TrainOrder
     | ScoreOrder
     | CopyOrder
@@ -174,7 +183,7 @@ class RankWorker:
         meeting: Path,
         tokenizer_size: Callable[[], int],
         put: PutRows,
-        reached: Callable[[str], None] = no_point,
+        reached: Callable[[str], None] = Learner.reached,
     ) -> None:
         """Set up without loading.
 
@@ -201,6 +210,9 @@ class RankWorker:
             case LoadOrder():
                 self._reached("rank-load")
                 return self._load()
+            case CheckOrder(dtype):
+                name, model = self._config.model.name, self.learner.policy.model
+                return compare_published(name, model, self._iter_weight_rows(), dtype)
             case TrainOrder(batch, step):
                 self._reached("rank-step")
                 return run_measured_step(self.learner, [sample_of(row) for row in batch], step)
@@ -241,46 +253,23 @@ class RankWorker:
         config = self._config
         torch.set_num_threads(config.trainer.threads)
         transformers.utils.logging.disable_progress_bar()
-        self._ranks = self._join_rank_group()
-        self._size = self._tokenizer_size()
-        adapt = config if config.lora.rank else None
-        policy = self._load_policy(config.model.name, adapt)
-        reference: ShardedPolicy | BasePolicy | None = None
-        if config.algorithm.use_kl_loss and adapt is not None:
-            reference = BasePolicy(policy)
-        elif config.algorithm.use_kl_loss:
-            reference = self._load_policy(config.model.name)
-        critic = self._load_critic(config.critic_name) if config.has_critic else None
-        total = config.trainer.total_training_steps
-        self.learner = Learner(
-            config, policy, reference=reference, critic=critic, total_steps=total, ranks=self._ranks
-        )
+        options: dict[str, Any] = {
+            "ranks": self._join_rank_group(),
+            "device": self._device,
+            "tokenizer_size": self._tokenizer_size(),
+            "offload": config.trainer.offload == "all",
+        }
+        self._load_policy: Callable[..., Any] = partial(load_sharded, **options)
+        critic = partial(load_sharded_critic, **options)
+        self.learner = load_learner(config, self._load_policy, critic, options["ranks"])
         self.learner.reached = self._reached
+        policy = self.learner.policy
         return policy.describe_layout(weight_forms(policy.model), self.learner.compute)
 
     def _join_rank_group(self) -> Ranks:
         trainer = self._config.trainer
         return join_rank_group(
             self._meeting, self._rank, trainer.ranks, self._device, trainer.collective_timeout_s
-        )
-
-    def _load_policy(self, name: str, adapt: Config | None = None) -> ShardedPolicy:
-        return load_sharded(
-            name,
-            self._ranks,
-            self._device,
-            tokenizer_size=self._size,
-            offload=self._config.trainer.offload == "all",
-            adapt=adapt,
-        )
-
-    def _load_critic(self, name: str) -> ShardedPolicy:
-        return load_sharded_critic(
-            name,
-            self._ranks,
-            self._device,
-            tokenizer_size=self._size,
-            offload=self._config.trainer.offload == "all",
         )
 
     def _copy(self) -> None:
@@ -335,6 +324,11 @@ class RankedLearner:
         await self._gang.start()
         layout: ModelLayout = await self._all(LoadOrder())
         return layout
+
+    async def check_weights(self, dtype: str | None) -> int:
+        """Compare what is published with the model's files; raises ConfigError."""
+        tensors: int = await self._all(CheckOrder(dtype))
+        return tensors
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         result: StepResult = await self._all(TrainOrder(tuple(map(row_of, samples)), step))

@@ -25,8 +25,6 @@ import torch
 from torch import Tensor
 
 from laminar.config import Config
-from laminar.training.model.micro_batches import MicroBatch
-from laminar.training.ranks import Ranks
 from laminar.training.steps import Mismatch, MismatchSource, Origin, TrainSample, get_origin
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
@@ -54,9 +52,6 @@ class MismatchLimits:
     def record_movement(self, step: int, distance: float) -> None:
         """Record how far the updates of `step` moved the log-probs; nats per doubt."""
         self._moved[step] = distance
-
-    def get_movement(self, step: int) -> float:
-        return self._moved[step]
 
     @property
     def movements(self) -> dict[int, float]:
@@ -102,42 +97,49 @@ def count_siblings(samples: Iterable[TrainSample]) -> dict[Origin, float]:
     return {origin: len(groups) / len(set(groups)) for origin, groups in rows.items()}
 
 
-def movement_rows(trained: Sequence[TrainSample], tokens: int) -> list[list[TrainSample]]:
-    """Choose the rows that measure movement: those with most doubt, and an even pick of the others.
+def find_oldest_steps(samples: Iterable[TrainSample]) -> dict[int, int]:
+    """Return by version the steps behind the oldest weights that its tokens depend on.
 
-    Each of the two parts fits in half of `tokens`, but has at least one row if there is one."""
-    by_doubt = sorted(trained, key=_sum_doubts, reverse=True)
+    A response that continued in flight may use a cache of those weights."""
+    made: dict[int, int] = {}
+    for sample in samples:
+        for version in {span.weight_version for span in sample.spans}:
+            made[version] = min(made.get(version, sample.version_step), sample.version_step)
+    return made
+
+
+def movement_rows(samples: Sequence[TrainSample], tokens: int) -> list[list[TrainSample]]:
+    """Pick the samples that measure movement: those of most doubt, and evenly from the others.
+
+    Each of the two picks fits in half of `tokens`, but has at least one sample if there is one."""
+    by_doubt = sorted(samples, key=_sum_doubts, reverse=True)
     half = MOVEMENT_ROWS // 2
     others = by_doubt[half:]
     evenly = others[:: -(-len(others) // half) or 1]
-    return [
-        rows for part in (by_doubt[:half], evenly) if (rows := _select_fitting(part, tokens // 2))
-    ]
+    picks = (_select_fitting(pick, tokens // 2) for pick in (by_doubt[:half], evenly))
+    return [pick for pick in picks if pick]
 
 
-def _select_fitting(rows: Sequence[TrainSample], tokens: int) -> list[TrainSample]:
-    ends = itertools.accumulate(row.length for row in rows)
+def _select_fitting(samples: Sequence[TrainSample], tokens: int) -> list[TrainSample]:
+    ends = itertools.accumulate(s.length for s in samples)
     return [
-        row for i, (row, end) in enumerate(zip(rows, ends, strict=True)) if end <= tokens or not i
+        s for i, (s, end) in enumerate(zip(samples, ends, strict=True)) if end <= tokens or not i
     ]
 
 
 def measure_movement(
-    parts: Sequence[Sequence[TrainSample]], before: Tensor, after: Tensor
+    picks: Sequence[Sequence[TrainSample]], before: Tensor, after: Tensor
 ) -> float:
-    """Return the distance of two scores [tokens] of these rows, nats per doubt before the step.
+    """Return the distance of two scores [tokens] of these samples, nats per doubt before the step.
 
-    Few rows miss what others move, so each part is measured separately and the largest counts.
+    Few samples miss what others move, so each pick is measured separately and the largest counts.
     """
-    counts = [sum(len(s.response_ids) for s in part) for part in parts]
-    found = (
-        _measure_part(*halves)
-        for halves in zip(before.split(counts), after.split(counts), strict=True)
-    )
-    return max(found, default=0.0)
+    counts = [sum(len(s.response_ids) for s in pick) for pick in picks]
+    scores = zip(before.split(counts), after.split(counts), strict=True)
+    return max((_measure_pick(*pair) for pair in scores), default=0.0)
 
 
-def _measure_part(before: Tensor, after: Tensor) -> float:
+def _measure_pick(before: Tensor, after: Tensor) -> float:
     doubt = float(compute_doubts(before).sum())
     return float((after - before).abs().sum()) / max(doubt, MIN_DOUBT * len(before))
 
@@ -150,27 +152,6 @@ def compute_doubts(log_probs: Tensor) -> Tensor:
 def _sum_doubts(sample: TrainSample) -> float:
     """Sum the doubt of a sample's tokens, as its engine scored them."""
     return float(compute_doubts(torch.tensor(sample.logprobs, dtype=torch.float64)).sum())
-
-
-def gather_scores(
-    samples: Sequence[TrainSample], passes: Iterable[tuple[MicroBatch, Tensor]], ranks: Ranks
-) -> Tensor:
-    """Gather log-probs [tokens] float64 of all response tokens of `samples`, in order.
-
-    `passes`: those of this rank with their scores [tokens], merged over all ranks. Other rows are
-    ignored.
-    """
-    ends = itertools.accumulate(len(s.response_ids) for s in samples)
-    end_of = {s.sample_id: end for s, end in zip(samples, ends, strict=True)}
-    found = torch.zeros(max(end_of.values(), default=0), dtype=torch.float64)
-    for micro, scores in passes:
-        if micro.empty:
-            continue
-        rows = scores.split(micro.rows.counts.tolist())
-        for sample_id, row in zip(micro.sample_ids, rows, strict=True):
-            if (end := end_of.get(sample_id)) is not None:
-                found[end - len(row) : end] = row
-    return ranks.all_reduce(found)
 
 
 def get_rounding(config: Config, compute: torch.dtype) -> float:

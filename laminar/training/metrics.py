@@ -209,6 +209,18 @@ def count_skipped(model: str, reasons: Sequence[str | None]) -> dict[str, float]
     }
 
 
+def update_metrics(updates: Sequence[steps.Update], vocab_limit: int) -> dict[str, float]:
+    """Average over the step's mini-batches; the losses are already sums over their tokens."""
+    found = {
+        "actor/pg_loss": float(np.mean([u.pg_loss for u in updates])),
+        "actor/grad_norm": float(np.mean([u.grad_norm for u in updates])),
+        "actor/max_entropy": math.log(vocab_limit),
+        **count_skipped("actor", [u.skipped_reason for u in updates]),
+    }
+    kl_losses = [u.kl_loss for u in updates if u.kl_loss is not None]
+    return found | ({"actor/kl_loss": float(np.mean(kl_losses))} if kl_losses else {})
+
+
 def memory_metrics(device: torch.device, estimated: int) -> dict[str, float]:
     """Return the peak memory of this process so far, 10^9 bytes.
 

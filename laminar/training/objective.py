@@ -1,7 +1,8 @@
 """The objective of one micro-batch: policy loss, correction for stale data, KL and entropy.
 
 Reads   a MicroBatch, the policy, the reference, proximal log-probs and the mini-batch's counts
-Gives   Objective: the loss to differentiate, its two reported parts, per-token figures
+Gives   Objective: the loss to differentiate, its two reported parts, per-token figures; gradients
+        of all passes of a mini-batch
 
 Three distributions meet here (decoupled PPO, Hilton et al. 2022). The behaviour policy sampled the
 tokens; the proximal policy is the trainer's score with the weights at the start of the step; the
@@ -27,8 +28,10 @@ from laminar.training.algorithms.loss_terms import (
 )
 from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.engine_mismatch import compute_doubts
+from laminar.training.metrics import TokenFigures
 from laminar.training.model.micro_batches import MicroBatch
 from laminar.training.model.policy import BasePolicy, Compute, LoadedPolicy
+from laminar.training.step_batch import MiniBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,12 @@ class ObjectiveConfig:
     policy_loss: PolicyLoss
     max_response_length: int
     compute: Compute
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether a term other than its advantage may give a sample a gradient."""
+        other_terms = self.algorithm.use_kl_loss or self.algorithm.entropy_coeff != 0
+        return other_terms or not self.policy_loss.needs_advantage
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ def compute_objective(
     trainer = log_probs.detach() if proximal is None else proximal
 
     losses, figures = _policy_losses(log_probs, trainer, micro, config)
-    figures |= engine_mismatch(trainer, micro.behaviour)
+    figures |= compare_scores(trainer, micro.behaviour)
     figures["entropy"] = entropy.detach()
 
     coefficients = token_coefficients(
@@ -98,6 +107,32 @@ def compute_objective(
         loss = loss + algorithm.kl_loss_coef * kl_loss
         kl_loss = kl_loss.detach()
     return Objective(loss, pg_loss.detach(), kl_loss, figures, trainer)
+
+
+def accumulate_gradient(
+    policy: LoadedPolicy,
+    reference: LoadedPolicy | BasePolicy | None,
+    mini: MiniBatch,
+    config: ObjectiveConfig,
+    figures: TokenFigures,
+) -> Tensor:
+    """Run forward and, with a gradient, backward over this rank's passes; return both losses.
+
+    A mini-batch without proximal scores gets those of its passes.
+    """
+    scores, losses = [], torch.zeros(2, dtype=torch.float64)
+    for i, micro in enumerate(mini.passes):
+        proximal = mini.proximal[i] if mini.proximal else None
+        with torch.set_grad_enabled(i < mini.gradient_passes):
+            found = compute_objective(policy, reference, micro, proximal, mini.counts, config)
+        if i < mini.gradient_passes:
+            torch.autograd.backward(found.loss)
+        scores.append(found.scores)
+        figures.add(micro, found.figures)
+        kl_loss = 0.0 if found.kl_loss is None else float(found.kl_loss)
+        losses += torch.tensor([float(found.pg_loss), kl_loss], dtype=torch.float64)
+    mini.proximal = scores
+    return losses
 
 
 def _policy_losses(
@@ -116,7 +151,7 @@ def _policy_losses(
     return found(losses), figures | found.figures
 
 
-def engine_mismatch(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
+def compare_scores(trainer: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
     """Return per-token differences between the trainer's score and what the engine recorded.
 
     On stale data this contains the policy's movement since the tokens were sampled.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +24,11 @@ from laminar.config import Config
 from laminar.training.checkpoints import checkpoint, export
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
 from laminar.training.checkpoints.checkpoint import iter_moments
-from laminar.training.learner import Learner, no_point, replace_weights, run_measured_step
+from laminar.training.learner import Learner, load_learner, replace_weights, run_measured_step
 from laminar.training.model import lora
-from laminar.training.model.policy import (
-    BasePolicy,
-    LoadedPolicy,
-    load_critic,
-    load_policy,
-    named_weights,
-    weight_forms,
-)
+from laminar.training.model.policy import load_critic, load_policy, named_weights, weight_forms
+from laminar.training.model.weight_files import compare_published
+from laminar.training.shared_safetensors import rows_of
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
 from laminar.training.trainer_state import LearnerFacts, ResumeState
 
@@ -61,7 +57,7 @@ class ThreadedLearner:
         self,
         config: Config,
         tokenizer_size: Callable[[], int],
-        reached: Callable[[str], None] = no_point,
+        reached: Callable[[str], None] = Learner.reached,
     ) -> None:
         """Set up without loading.
 
@@ -85,26 +81,18 @@ class ThreadedLearner:
         config = self._config
         torch.set_num_threads(config.trainer.threads)
         transformers.utils.logging.disable_progress_bar()  # they would tear the live panel
-        self._size = await asyncio.to_thread(self._tokenizer_size)
-        adapt = config if config.lora.rank else None
-        policy = await asyncio.to_thread(self._load, config.model.name, adapt)
-        reference: LoadedPolicy | BasePolicy | None = None
-        if config.algorithm.use_kl_loss and adapt is not None:
-            reference = BasePolicy(policy)
-        elif config.algorithm.use_kl_loss:
-            reference = await asyncio.to_thread(self._load, config.model.name)
-        critic = None
-        if config.has_critic:
-            name = config.critic_name
-            critic = await asyncio.to_thread(
-                load_critic, name, self._device, tokenizer_size=self._size
-            )
-        total = config.trainer.total_training_steps
-        self.learner = Learner(
-            config, policy, reference=reference, critic=critic, total_steps=total
-        )
+        size = await asyncio.to_thread(self._tokenizer_size)
+        self._load = partial(load_policy, device=self._device, tokenizer_size=size)
+        critic = partial(load_critic, device=self._device, tokenizer_size=size)
+        self.learner = await asyncio.to_thread(load_learner, config, self._load, critic)
         self.learner.reached = self._reached
-        return policy.describe_layout(weight_forms(policy.model), self.learner.compute)
+        return self.learner.policy.describe_layout(weight_forms(self.model), self.learner.compute)
+
+    async def check_weights(self, dtype: str | None) -> int:
+        """Compare what is published with the model's files; raises ConfigError."""
+        name = self._config.model.name
+        rows = ((key, rows_of(tensor)) for key, tensor in self.iter_weights())
+        return await asyncio.to_thread(compare_published, name, self.model, rows, dtype)
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         return await asyncio.to_thread(run_measured_step, self.learner, samples, step)
@@ -129,9 +117,6 @@ class ThreadedLearner:
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """Restore parameters and optimizer from a checkpoint; raises CheckpointError."""
         return await asyncio.to_thread(checkpoint.load_checkpoint, directory, self.learner)
-
-    def _load(self, name: str, adapt: Config | None = None) -> LoadedPolicy:
-        return load_policy(name, self._device, tokenizer_size=self._size, adapt=adapt)
 
 
 class ThreadedFiles(ThreadedDirectories):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,17 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from laminar.actors.trainer import Trainer
+from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import ids
 from laminar.names.ids import TrajectoryId
 from laminar.run.directory import RESUME_FILE, TRAINER_BOOK_FILE, VERSION_FILE
 from laminar.storage import messages as m
-from laminar.training import trainer_state
+from laminar.training import threaded, trainer_state
 from laminar.training.checkpoints import checkpoint
 from laminar.training.trainer_state import CheckpointError
 from laminar.weights.version import manifest as mf
@@ -91,6 +95,32 @@ async def train(trainer: Trainer, step: int) -> ev.StepCompleted:
     return done
 
 
+def compared(logged: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [entry["compared"] for entry in logged if entry["event"] == "weights-match"]
+
+
+async def test_a_new_run_compares_values_with_the_files_before_it_is_ready(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with capture_logs() as logged:
+        await processes.start("trainer-0")
+    assert compared(logged) == ["values in float32"]
+    await processes.kill()
+    usual = threaded.named_weights
+    swap = {"gate": "up", "up": "gate"}
+    monkeypatch.setattr(
+        threaded,
+        "named_weights",
+        lambda model: (
+            (re.sub("(gate|up)_proj", lambda m: f"{swap[m[1]]}_proj", name), tensor)
+            for name, tensor in usual(model)
+        ),
+    )
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight has other values"):
+        await processes.start("trainer-0")
+    assert not processes.hosts[-1].all(ev.TrainerReady)
+
+
 def weights(trainer: Any) -> list[bytes]:
     return [tensor.numpy().tobytes() for _, tensor in trainer.learner.iter_weights()]
 
@@ -106,7 +136,8 @@ async def test_one_that_was_killed_goes_on_from_its_checkpoint(
     relay = processes.hosts[1]
     published = {v.version: v.digest for v in relay.all(ev.WeightsPublished)}
     await processes.kill()
-    again: Any = await processes.start("trainer-0")
+    with capture_logs() as logged:
+        again: Any = await processes.start("trainer-0")
     host = processes.hosts[-1]
     (ready,) = host.all(ev.TrainerReady)
     rows = [(f"0.{step}.0", f"0.{step}.1") for step in (0, 1)]
@@ -115,6 +146,7 @@ async def test_one_that_was_killed_goes_on_from_its_checkpoint(
         (2, 2, ids.extend_chain_digest("", *rows)),
     ]
     assert weights(again) != expected
+    assert compared(logged) == ["names and shapes"]
     again.handle_orders(order(10, load(ready.checkpoints[0])))
     loaded = await host.wait(ev.CheckpointLoaded)
     assert (loaded.version, loaded.step) == (1, 1)

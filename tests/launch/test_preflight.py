@@ -421,6 +421,26 @@ def test_files_that_do_not_fit_together(
     assert said in refused(model, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ["'mxfp4'", "Mxfp4Config(dequant"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["'fp8'", "FineGrainedFP8Config("]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["'awq'", "its class for this method"]),
+        (
+            {"model_type": "kimi", "auto_map": {"AutoModelForCausalLM": "modeling_kimi.Kimi"}},
+            ["auto_map in config.json", "model_type = 'kimi'"],
+        ),
+    ],
+)
+def test_packed_weights_and_code_of_a_model_are_refused(
+    changed: dict[str, object], words: list[str], model: Path, tmp_path: Path
+) -> None:
+    rewritten(model / "config.json", **changed)
+    said = refused(model, tmp_path)
+    assert [word for word in words if word not in said] == []
+
+
 @pytest.mark.parametrize("damage", ["value head", "other head"])
 def test_a_critic_has_no_value_head_left_over_and_needs_no_head(
     damage: str, model: Path, tmp_path: Path

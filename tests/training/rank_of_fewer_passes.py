@@ -6,16 +6,16 @@ import sys
 from typing import Any
 
 from laminar.actors.system import rank_process
-from laminar.training import learner
+from laminar.training.model import packing
 
-_passes = learner.build_passes
+_passes = packing.build_passes
 
 
 def fewer(*args: Any, **kwargs: Any) -> Any:
     return _passes(*args, **kwargs)[:-1]
 
 
-learner.build_passes = fewer  # type: ignore[attr-defined]
+packing.build_passes = fewer
 
 if __name__ == "__main__":
     rank_process.main(*sys.argv[1:])

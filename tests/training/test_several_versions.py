@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from laminar.storage.rules import TokenSpan
-from laminar.training.learner import _oldest_behind
+from laminar.training.engine_mismatch import find_oldest_steps
 from laminar.training.metrics import batch_metrics, reward_by_version
 from laminar.training.steps import TrainSample
 
@@ -67,4 +67,4 @@ def test_ages_are_counted_from_the_step_that_made_each_tokens_weights(
         100 + 2 * step: min(min(row) for row in steps if step in row)
         for step in {step for row in steps for step in row}
     }
-    assert _oldest_behind(samples) == behind
+    assert find_oldest_steps(samples) == behind

@@ -274,14 +274,14 @@ def averaged() -> Iterator[None]:
 @contextmanager
 def counts_of_a_rank() -> Iterator[None]:
     """Count tokens and sequences over a rank's share only."""
-    usual = Learner._prepare
+    usual = Learner._plan_mini_batch
 
-    def prepare(self: Learner, samples: list[TrainSample]) -> Any:
+    def plan(self: Learner, samples: list[TrainSample]) -> Any:
         own = assign_sequences([s.length for s in samples], self.ranks.size)[self.ranks.rank]
         tokens = sum(len(samples[i].response_ids) for i in own)
         return replace(usual(self, samples), counts=BatchCounts(tokens, len(own)))
 
-    with replaced(Learner, "_prepare", prepare):
+    with replaced(Learner, "_plan_mini_batch", plan):
         yield
 
 
@@ -494,6 +494,12 @@ async def publish(trainer: OnRanks, path: str, samples: list[TrainSample]) -> An
     target = WriteTarget(path=path, offset=0, nbytes=nbytes, specs=trainer.specs, kept=True)
     await trainer.learner.put_weights(encode_target(target))
     return result, before, after, await trainer.digest()
+
+
+async def compare(trainer: OnRanks) -> int:
+    """Load, and compare what would be published with the files."""
+    await trainer.load()
+    return await trainer.learner.check_weights("float32")
 
 
 async def save_again(trainer: OnRanks, source: str, target: str) -> str:

@@ -126,6 +126,9 @@ class EmulatedLearner:
     async def load(self) -> steps.ModelLayout:
         return self.weights.layout
 
+    async def check_weights(self, dtype: str | None) -> int:
+        return 0  # there are no files
+
     async def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
         await asyncio.sleep(self._train_s)
         await asyncio.to_thread(self.weights.apply_step, step)

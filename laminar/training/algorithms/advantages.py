@@ -229,10 +229,8 @@ class Estimator:
         Those that are left out get 0, and are in no baseline. Raises ValueError for a reward that
         is not finite, ConfigError if a function of the user fails.
         """
-        trained = [s for s in samples if s.sample_id not in left_out]
-        if not trained:
-            return [replace(s, advantage=0.0) for s in samples]
-        given = iter(self.estimate_advantages(inputs_of(trained, self.options)))
+        kept = [s for s in samples if s.sample_id not in left_out]
+        given = iter(self.estimate_advantages(inputs_of(kept, self.options)) if kept else ())
         return [
             replace(s, advantage=0.0 if s.sample_id in left_out else next(given)) for s in samples
         ]

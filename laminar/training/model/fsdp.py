@@ -37,23 +37,25 @@ from laminar.config import Config, ConfigError
 from laminar.training.model import lora
 from laminar.training.model.micro_batches import TokenRows
 from laminar.training.model.policy import (
-    HEAD,
-    VALUE_HEAD,
     Compute,
     Entropy,
     LoadedPolicy,
     TokenScores,
     build_meta_model,
-    by_identity,
     check_head,
-    check_loaded,
     check_value_head,
     digest_base_weights,
-    list_unused,
     make_load_error,
-    open_slices,
 )
 from laminar.training.model.shared_prefix_attention import find_padding_reason, read_prompts_once
+from laminar.training.model.weight_files import (
+    HEAD,
+    VALUE_HEAD,
+    by_identity,
+    check_loaded,
+    list_unused,
+    open_slices,
+)
 from laminar.training.ranks import Ranks
 from laminar.training.shared_safetensors import DTYPES, rows_of
 

@@ -13,15 +13,18 @@ equal.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
+from laminar.config import Config
 from laminar.training.model.micro_batches import (
     MicroBatch,
     SequenceRun,
@@ -32,6 +35,7 @@ from laminar.training.model.micro_batches import (
     micro_batch,
     micro_batches,
 )
+from laminar.training.model.policy import Compute, LoadedPolicy
 from laminar.training.ranks import SINGLE_RANK, Ranks, assign_sequences
 from laminar.training.steps import TrainSample
 
@@ -59,6 +63,40 @@ def build_passes(
         shortest = min(samples, key=lambda s: s.length)
         own.append(replace(collate_samples([shortest], device), empty=True))
     return own
+
+
+def gather_tokens(
+    samples: Sequence[TrainSample], passes: Iterable[tuple[MicroBatch, Tensor]], ranks: Ranks
+) -> Tensor:
+    """Gather figures [tokens] float64 of all response tokens of `samples`, in order.
+
+    `passes`: those of this rank with their figures [tokens], merged over all ranks. Other samples
+    are ignored.
+    """
+    ends = itertools.accumulate(len(s.response_ids) for s in samples)
+    end_of = {s.sample_id: end for s, end in zip(samples, ends, strict=True)}
+    found = torch.zeros(max(end_of.values(), default=0), dtype=torch.float64)
+    for micro, figures in passes:
+        if micro.empty:
+            continue
+        of_samples = figures.split(micro.rows.counts.tolist())
+        for sample_id, own in zip(micro.sample_ids, of_samples, strict=True):
+            if (end := end_of.get(sample_id)) is not None:
+                found[end - len(own) : end] = own
+    return ranks.all_reduce(found)
+
+
+def make_pass_builder(
+    config: Config, policy: LoadedPolicy, compute: Compute, ranks: Ranks
+) -> Callable[[Sequence[TrainSample]], list[MicroBatch]]:
+    """Return a function that builds this rank's passes through a model."""
+    tokens, device = config.trainer.micro_batch_tokens, policy.device
+
+    def build(samples: Sequence[TrainSample]) -> list[MicroBatch]:
+        once = policy.reads_prompts_once(compute)
+        return build_passes(samples, tokens, device, prompts_once=once, ranks=ranks)
+
+    return build
 
 
 def _pack_padded(samples: Sequence[TrainSample], max_tokens: int, ranks: int) -> list[Any]:

@@ -19,19 +19,15 @@ on that mode.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -50,15 +46,18 @@ from laminar.training.model import lora
 from laminar.training.model.footprint import FLOAT32, way_of
 from laminar.training.model.micro_batches import TokenRows, pad_token_rows
 from laminar.training.model.shared_prefix_attention import find_padding_reason, read_prompts_once
+from laminar.training.model.weight_files import (
+    by_identity,
+    check_loaded,
+    check_published_names,
+    check_unused_tensors,
+    critic_info,
+    list_unused,
+)
 from laminar.training.shared_safetensors import TensorLayout, TensorLayouts
 from laminar.training.steps import ModelLayout
 
 Entropy = Literal["none", "value", "gradient"]
-HEAD, VALUE_HEAD = "lm_head.", "score."
-"""Name prefixes of the heads of a policy and of a critic in transformers."""
-UNUSED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Tensors in files of older models that transformers computes."""
-COMPARED_ROWS = 64
 CHECKED_TOKENS = 16
 HEAD_TOLERANCE = 1e-3
 """Nats. Float32 rounding is 1e-5; an effective scale or cap changes tenths and more."""
@@ -270,13 +269,6 @@ def _silence_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def critic_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the missing and unexpected tensors of a loaded critic, its heads excepted."""
-    missing = {key for key in info["missing_keys"] if not key.startswith(VALUE_HEAD)}
-    unexpected = {key for key in info["unexpected_keys"] if not key.startswith(HEAD)}
-    return {"missing_keys": missing, "unexpected_keys": unexpected}
-
-
 @torch.no_grad()
 def build_critic(model: Any, vocab_limit: int, *, device: torch.device) -> LoadedPolicy:
     """Make a critic whose values are 0 from a model for token classification with one label."""
@@ -297,7 +289,8 @@ def load_policy(
     device, which may lack the memory for float32 weights.
     """
     model, info = _from_pretrained(name)
-    check_loaded(name, info)
+    unused = list_unused(model, map(str, info["unexpected_keys"]))
+    check_loaded(name, {**info, "unexpected_keys": unused})
     limit = min(model.get_output_embeddings().weight.shape[0], tokenizer_size)
     device, base = torch.device(device), ""
     if adapt is not None:
@@ -346,43 +339,6 @@ def make_load_error(name: str, error: Exception) -> ConfigError:
     )
 
 
-def check_loaded(name: str, info: Mapping[str, Any]) -> None:
-    """Require that the checkpoint has every tensor of the model and no others."""
-    for kind, what in (
-        ("missing_keys", "lacks tensors of the model"),
-        ("unexpected_keys", "has tensors that the model does not use"),
-    ):
-        found = sorted(map(str, info[kind]))
-        if found:
-            raise ConfigError(
-                f"the checkpoint of {name!r} {what}: {', '.join(found[:5])} ({len(found)} in all);"
-                " its weights and config.json must match"
-            )
-
-
-def check_published_names(name: str, model: PreTrainedModel) -> None:
-    """Require every tensor that will be published in the model's files, by name and shape.
-
-    transformers renames and fuses some tensors as it loads them. Engines and other programs expect
-    the names of the files, and may ignore others.
-    """
-    with ExitStack() as files:
-        slices = open_slices(Path(name), files).items()
-        saved = {key: tuple(found.get_shape()) for key, found in slices}
-    other = [
-        f"{names[0]} {tuple(tensor.shape)}"
-        for names, tensor in _group_tied(model)
-        if not any(saved.get(key) == tensor.shape for key in names)
-    ]
-    if other:
-        raise ConfigError(
-            f"model {name!r} is a {type(model).__name__}, and its files lack tensors of these "
-            f"names and shapes: {', '.join(other[:3])} ({len(other)} in all); engines could not "
-            "load what is trained; use a model whose tensors transformers leaves as they are, "
-            "such as Qwen2, Qwen3 or Llama"
-        )
-
-
 def check_files(config: Config) -> None:
     """Check before a run that the files fill the model and the critic; raises ConfigError.
 
@@ -393,59 +349,11 @@ def check_files(config: Config) -> None:
     if config.lora.rank:
         lora.inject_adapters(model, config.lora)
     check_published_names(name, model)
-    _check_unused_tensors(name, model)
+    check_unused_tensors(name, model)
     if config.has_critic:
         kind = AutoModelForTokenClassification
         critic = build_meta_model(config.critic_name, kind, num_labels=1)
-        _check_unused_tensors(config.critic_name, critic)
-
-
-def _check_unused_tensors(name: str, model: PreTrainedModel) -> None:
-    """Refuse tensors that transformers would not use, and a second head of a tied model."""
-    with ExitStack() as files:
-        saved = open_slices(Path(name), files)
-        for names, _ in _group_tied(model):
-            tied = [(key, saved.pop(key)) for key in names if key in saved]
-            if len(tied) > 1 and not _have_equal_rows(tied[0][1], tied[1][1]):
-                raise ConfigError(
-                    f"model {name!r}: config.json ties {tied[1][0]} to {tied[0][0]} "
-                    "(tie_word_embeddings), but the weight files have different values for them; "
-                    f"set tie_word_embeddings to false, or remove {tied[1][0]} from the files"
-                )
-    info = {"missing_keys": (), "unexpected_keys": list_unused(model, saved)}
-    check_loaded(name, info if model.can_generate() else critic_info(info))
-
-
-def list_unused(model: PreTrainedModel, saved: Iterable[str]) -> list[str]:
-    """Return those names that the model neither uses nor is known to ignore."""
-    ignored = [*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
-    return [key for key in saved if not any(re.search(pattern, key) for pattern in ignored)]
-
-
-def _have_equal_rows(one: Any, other: Any) -> bool:
-    """Whether two slices have the same shape, and the same first and last rows."""
-    if one.get_shape() != other.get_shape():
-        return False
-    parts = (slice(COMPARED_ROWS), slice(max(0, one.get_shape()[0] - COMPARED_ROWS), None))
-    return all(torch.equal(one[part], other[part]) for part in parts)
-
-
-def _group_tied(model: PreTrainedModel) -> Iterable[tuple[list[str], Tensor]]:
-    """Return the model's tensors without adapters, each with all of its names."""
-    return by_identity(lora.base_tensors(model.state_dict(keep_vars=True))).values()
-
-
-def open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
-    """Open all weight files; return by name a slice, which reads rows without the rest."""
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found: dict[str, Any] = {}
-    for name in names:
-        file = files.enter_context(safe_open(directory / name, framework="pt"))
-        found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-    return found
+        check_unused_tensors(config.critic_name, critic)
 
 
 def build_meta_model(
@@ -521,11 +429,3 @@ def digest_base_weights(policy: LoadedPolicy) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def by_identity(tensors: Mapping[str, Tensor]) -> dict[int, tuple[list[str], Tensor]]:
-    """Group names by tensor; by id, because a sharded tensor has no address to compare."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in tensors.items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return found

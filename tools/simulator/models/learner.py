@@ -73,6 +73,9 @@ class SimTrainer(Idle):
         self._made(self.weights)
         return LAYOUT
 
+    async def check_weights(self, dtype: str | None) -> int:
+        return 0  # there are no files
+
     async def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
         self.world.checks.training.batch_fetched(step, samples)
         self.world.checks.contents.handed(samples, self._reward_failed(samples))
