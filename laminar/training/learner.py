@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from laminar.config import Config, ConfigError
-from laminar.run.user_code import UserFunction
 from laminar.training import engine_mismatch, metrics
 from laminar.training.algorithms.advantages import Estimator, with_penalties
 from laminar.training.algorithms.policy_losses import PolicyLoss
