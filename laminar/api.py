@@ -155,6 +155,7 @@ def train(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     environment_factory: Any = None,
+    agent: Any = None,
     loss: Any = None,
     advantage: Any = None,
     callbacks: Sequence[Any] | None = None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
 import threading
 import types
+import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -114,6 +116,27 @@ def test_the_examples_of_trl_train_unchanged(tmp_path: Path) -> None:
     )
     assert {*environment.samples(step=2)["reward"].to_pylist()} == {7.0}
     assert '"increment"' in environment.config["env"]["tools"]
+
+
+def test_an_agent_of_the_program_is_trained(tmp_path: Path) -> None:
+    scores = {"Spell apple": 0.25}
+
+    def ask_once(task: dict[str, Any], endpoint: Any) -> float:
+        messages = [{"role": "user", "content": task["prompt"]}]
+        request = urllib.request.Request(
+            f"{endpoint.base_url}/chat/completions",
+            json.dumps({"model": endpoint.model, "messages": messages}).encode(),
+            {"Authorization": f"Bearer {endpoint.api_key}"},
+        )
+        with urllib.request.urlopen(request) as reply:
+            assert json.load(reply)["choices"][0]["message"]["role"] == "assistant"
+        return scores.get(task["prompt"], 0.5)
+
+    model = {"model.name": MODELS / "calculator-0.6m", "env.max_context_tokens": 64}
+    model["run.output_dir"] = tmp_path
+    run = laminar.train([SMALL, model], agent=ask_once, train_dataset=ROWS, quiet=True)
+    assert {*run.samples()["reward"].to_pylist()} <= {0.25, 0.5}
+    assert run.config["agents"]["run"].endswith("objects/ask_once.pkl:ask_once")
 
 
 HELPER = """

@@ -32,7 +32,11 @@ from laminar.launch.train import StartFiles, place_of, run_training
 from laminar.run.directory import METRICS_FILE, read_status
 from laminar.run.user_code import ObjectFolder, take_objects
 
-FUNCTIONS = {"loss": "algorithm.policy_loss.loss_mode", "advantage": "algorithm.adv_estimator"}
+FUNCTIONS = {
+    "agent": "agents.run",
+    "loss": "algorithm.policy_loss.loss_mode",
+    "advantage": "algorithm.adv_estimator",
+}
 EVALUATION = "val/version"  #: in each line of metrics.jsonl about an evaluation
 
 
@@ -63,6 +67,7 @@ def name_objects(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     environment_factory: Any = None,
+    agent: Any = None,
     loss: Any = None,
     advantage: Any = None,
 ) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def name_objects(
     if environment_factory is not None:
         path, name = folder.name_object("environment_factory", environment_factory)
         found |= {"env.path": path, "env.name": name}
-    for argument, value in {"loss": loss, "advantage": advantage}.items():
+    for argument, value in {"agent": agent, "loss": loss, "advantage": advantage}.items():
         if value is not None:
             found[FUNCTIONS[argument]] = ":".join(folder.name_object(argument, value)).lstrip(":")
     return found
