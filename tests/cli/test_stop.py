@@ -115,8 +115,10 @@ def test_whoever_is_in_charge_is_asked_and_the_others_are_waited_for(
         in_charge.wait(20)
         other.communicate("")
 
-    threading.Thread(target=follow, daemon=True).start()
+    following = threading.Thread(target=follow, daemon=True)
+    following.start()
     assert commands.run_command(["stop", str(run_dir), *options]) == 0
+    following.join(20)  # else it reads from the process at the same time as the fixture
     assert ended_by(in_charge) == asked
     said = capsys.readouterr().out
     to = "to pause" if "--pause" in options else "to end"
