@@ -22,7 +22,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler
@@ -56,6 +56,7 @@ from laminar.tasks.rewards.results import call_guarded
 BODY_BYTES_MAX = 16 << 20
 ALIVE_S = 10.0  #: between two signs of life to a client that waits for its turn
 COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
+UNKNOWN = f"unknown; this endpoint has POST {COMPLETIONS} and GET {MODELS}"
 RETRY = "x-stainless-retry-count"  #: header of OpenAI's clients
 HOSTS = "127.0.0.1,localhost"
 
@@ -214,10 +215,10 @@ class _Client(BaseHTTPRequestHandler):
         """Answer a request for the models."""
         if not self._is_permitted():
             return
-        if self.path != MODELS:
-            return self._send_unknown()
         model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "laminar"}
-        self._send_json(200, json.dumps({"object": "list", "data": [model]}))
+        known = self.path == MODELS
+        listed = json.dumps({"object": "list", "data": [model]})
+        self._send_json(200 if known else 404, listed if known else make_error(UNKNOWN))
 
     def do_POST(self) -> None:
         """Answer a request for a turn."""
@@ -231,7 +232,7 @@ class _Client(BaseHTTPRequestHandler):
             )
         body = self.rfile.read(int(size))
         if self.path != COMPLETIONS:
-            return self._send_unknown()
+            return self._send_json(404, make_error(UNKNOWN))
         try:
             asked = read_request(body)
         except RequestRefused as refused:
@@ -265,22 +266,16 @@ class _Client(BaseHTTPRequestHandler):
         """Send the reply; return whether the client was there."""
         if self.has_left():
             return False
-        if reply.refused and not self._has_begun:
-            self._send_json(400, reply.body)
-        elif self._stream is None and not self._has_begun:
-            self._send_json(200, reply.body)
-        else:
-            parts = [reply.body]
-            if self._stream is not None:
-                events = [reply.body] if reply.refused else self._make_events(reply.body)
-                parts = [f"data: {event}\n\n" for event in events]
-            for part in [*parts, ""]:  # the last one ends the body
-                self._send_part(part)
+        if not self._has_begun and (reply.refused or self._stream is None):
+            self._send_json(400 if reply.refused else 200, reply.body)
+            return not self._has_left
+        events: Iterable[str] = [reply.body]
+        if self._stream is not None and not reply.refused:
+            events = iter_stream(reply.body, include_usage=self._stream.include_usage)
+        for event in events:
+            self._send_part(f"data: {event}\n\n" if self._stream else event)
+        self._send_part("")  # the end of the body
         return not self._has_left
-
-    def _make_events(self, body: str) -> list[str]:
-        assert self._stream is not None
-        return list(iter_stream(body, include_usage=self._stream.include_usage))
 
     def _send_part(self, text: str) -> None:
         """Send a part of a body whose length is unknown; the empty one ends it."""
@@ -310,10 +305,6 @@ class _Client(BaseHTTPRequestHandler):
             yield
         except OSError:
             self._has_left = self.close_connection = True
-
-    def _send_unknown(self) -> None:
-        known = f"this endpoint has POST {COMPLETIONS} and GET {MODELS}"
-        self._send_json(404, make_error(f"{self.command} {self.path} is unknown; {known}"))
 
     def _is_permitted(self) -> bool:
         """Return whether the request has the session's key; refuse it if not."""

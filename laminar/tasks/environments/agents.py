@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -154,7 +154,6 @@ class AgentSession:
 
     def __init__(self, process: SessionProcess, form: ChatFormat, row: PromptRow) -> None:
         self._process, self.chat = process, Chat(form, row)
-        self.ended, self.kill = process.ended, process.kill
         self.turn = 0  #: the turn for which the agent waits
         self.closed: EndedBy | None = None  #: reason to end the trajectory with the last turn
         self.refusals: list[str] = []
@@ -197,10 +196,9 @@ _WHY_CLOSED = {
     EndedBy.CONTEXT_FULL: "no tokens are left for another turn (env.max_context_tokens, "
     "data.max_response_length)",
 }
-_Conversation = Conversation[AgentSession]
 
 
-class Agents(Sessions[AgentSession]):
+class Agents(Sessions):
     """The agents of a replica."""
 
     what, reset_failed = "the agent", "the agent made no request"
@@ -224,14 +222,14 @@ class Agents(Sessions[AgentSession]):
         """Test the chat template with the tools of all open sessions; raise ConfigError."""
         for conversation in self._conversations.values():
             if conversation.process is not None:
-                conversation.process.chat.check_template()
+                conversation.chat.chat.check_template()
 
     async def _start_session(
-        self, conversation: _Conversation, process: SessionProcess
-    ) -> tuple[AgentSession, Ids | None] | str:
+        self, conversation: Conversation, process: SessionProcess
+    ) -> Ids | str:
         """Run the agent until its first request."""
         session, limit_s = conversation.session, self._env.turn_timeout_s
-        live = AgentSession(process, self._form, session.row)
+        live = conversation.chat = AgentSession(process, self._form, session.row)
         request = AgentRequest(session.row, session.seed, self._form.model)
         try:
             async with asyncio.timeout(limit_s):
@@ -241,12 +239,12 @@ class Agents(Sessions[AgentSession]):
         except ChildLost as died:
             return f"its process ended ({died})"
         if not isinstance(asked, AgentReply):
-            return live, asked
+            return asked
         refused = f"; its request was refused: {live.refusals[-1]}" if live.refusals else ""
         return (asked.result.detail or f"it returned {asked.result.reward}") + refused
 
     async def _answer_turn(
-        self, conversation: _Conversation, call: TurnCall, intend: Intend
+        self, conversation: Conversation, call: TurnCall, intend: Intend
     ) -> NextTurn | TrajectoryDone:
         text = self._form.decode(list(call.parts[-1][1]))
         limit_s, over = TimeBudget(self._env, call.seconds).of_a_turn()
@@ -255,18 +253,15 @@ class Agents(Sessions[AgentSession]):
             return TrajectoryDone(result, text, over)
         await self._record_intent(conversation, call, intend, (_make_effect("intended"),))
 
-        def continue_agent(live: AgentSession) -> Awaitable[Ids | AgentReply]:
-            return self._continue_agent(conversation, live, call)
-
         try:
-            asked, seconds = await self._use_session(conversation, call, continue_agent, limit_s)
+            asked, seconds = await self._use_session(
+                conversation, call, lambda _: self._continue_agent(conversation, call), limit_s
+            )
         except CallKilled:
             effect = _make_effect("timed-out", describe_timeout(limit_s), limit_s)
             result = make_timeout_result(self._reward, limit_s)
             return TrajectoryDone(result, text, over, (effect,))
-        live = conversation.process
-        assert live is not None
-        told = ""
+        live, told = conversation.chat, ""
         if refusals := live.refusals:
             told = f"{len(refusals)} requests refused; the last one: {refusals[-1]}"
         live.refusals = []
@@ -276,15 +271,14 @@ class Agents(Sessions[AgentSession]):
         reason = live.closed or EndedBy.NONE
         return TrajectoryDone(self._read_score(asked.result, live), text, reason, (effect,))
 
-    async def _continue_agent(
-        self, conversation: _Conversation, live: AgentSession, call: TurnCall
-    ) -> Ids | AgentReply:
+    async def _continue_agent(self, conversation: Conversation, call: TurnCall) -> Ids | AgentReply:
         """Give the agent the turns that its session has not had, with the last one that of `call`.
 
         Raises SessionLost if a new session asks for earlier turns in other words.
         """
         if conversation.prompt_ids != call.prompt_ids:
             raise SessionLost(_DIFFERS)
+        live: AgentSession = conversation.chat
         turns = [at for at, (is_sampled, _) in enumerate(call.parts) if is_sampled]
         for at in turns[live.turn :]:
             is_last, ids = at == turns[-1], call.parts[at][1]

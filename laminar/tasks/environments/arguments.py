@@ -38,7 +38,7 @@ def convert_arguments(
 
 
 def list_types(schema: Mapping[str, Any]) -> list[str]:
-    """Return the types that a schema allows; empty: any; also for a value that is not a schema."""
+    """Return the types that a schema allows; empty: any. Also takes values that are not schemas."""
     kinds = schema.get("type", []) if isinstance(schema, Mapping) else []
     kinds = kinds if isinstance(kinds, list) else [kinds]
     kinds = [kind for kind in kinds if isinstance(kind, str)]

@@ -18,7 +18,7 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from laminar.config import Config, ConfigError
 from laminar.config.tree import EnvConfig, RewardConfig
@@ -50,6 +50,7 @@ CUT_OFF = "length"  #: finish reason of a turn that ended at its limit
 ANSWERED_MAX = 1024  #: maximum finished trajectories whose answers are kept for repeated requests
 
 Intend = Callable[[tuple[Effect, ...]], Awaitable[None]]
+T = TypeVar("T")
 
 
 class CallKilled(Exception):
@@ -84,26 +85,14 @@ class TimeBudget:
             self._limits[reason] -= seconds
 
 
-class LiveSession(Protocol):
-    """A session's process."""
-
-    @property
-    def ended(self) -> asyncio.Future[ChildLost]: ...
-
-    def kill(self) -> None: ...
-
-
-Live = TypeVar("Live", bound=LiveSession)
-T = TypeVar("T")
-
-
-class Conversation(Generic[Live]):
+class Conversation:
     """A trajectory with its session and the answers to its turns."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.busy = asyncio.Lock()  #: lock of a single request; repeated ones find the answer
-        self.process: Live | None = None
+        self.process: SessionProcess | None = None
+        self.chat: Any = None  #: what an agent's process adds
         self.prompt_ids: tuple[int, ...] | None = None  #: prompt with what the session adds
         self.answers: dict[int, NextTurn | TrajectoryDone] = {}  #: by turn
         self.killed_after_s = 0.0  #: run time of a call that was killed, or 0
@@ -111,7 +100,7 @@ class Conversation(Generic[Live]):
         self.forgotten = False
 
 
-class Sessions(ABC, Generic[Live]):
+class Sessions(ABC):
     """The sessions of a replica."""
 
     what: str  #: kind of user code, in reasons of failures
@@ -122,17 +111,17 @@ class Sessions(ABC, Generic[Live]):
         self.sessions_killed = 0  #: number of sessions killed because a call ran too long
         self._env, self._reward, self._pool = config.env, config.reward, pool
         self._room = asyncio.Semaphore(config.max_sessions)
-        self._conversations: dict[str, Conversation[Live]] = {}
+        self._conversations: dict[str, Conversation] = {}
 
     @abstractmethod
     async def _start_session(
-        self, conversation: Conversation[Live], process: SessionProcess
-    ) -> tuple[Live, tuple[int, ...] | None] | str:
-        """Start the user's code; return the session and the prompt's ids, or why it failed."""
+        self, conversation: Conversation, process: SessionProcess
+    ) -> tuple[int, ...] | str | None:
+        """Start the user's code; return the prompt's ids if it changes them, or why it failed."""
 
     @abstractmethod
     async def _answer_turn(
-        self, conversation: Conversation[Live], call: TurnCall, intend: Intend
+        self, conversation: Conversation, call: TurnCall, intend: Intend
     ) -> NextTurn | TrajectoryDone: ...
 
     async def start(self) -> None:
@@ -187,7 +176,7 @@ class Sessions(ABC, Generic[Live]):
 
     # --- sessions -------------------------------------------------------------------------------
 
-    def _get_conversation(self, session: Session) -> Conversation[Live]:
+    def _get_conversation(self, session: Session) -> Conversation:
         """Return the conversation of this attempt, and end one of an earlier attempt."""
         found = self._conversations.get(session.trajectory_id)
         if found is not None and found.session.attempt == session.attempt:
@@ -199,7 +188,7 @@ class Sessions(ABC, Generic[Live]):
             del self._conversations[trajectory_id]
         return found
 
-    async def _acquire_slot(self, conversation: Conversation[Live]) -> None:
+    async def _acquire_slot(self, conversation: Conversation) -> None:
         """Wait for one of env.max_sessions.
 
         A restarted session does not wait: the coordinator has counted its trajectory already.
@@ -214,7 +203,7 @@ class Sessions(ABC, Generic[Live]):
             ) from None
         conversation.has_room = True
 
-    async def _begin_session(self, conversation: Conversation[Live]) -> None:
+    async def _begin_session(self, conversation: Conversation) -> None:
         """Open and reset a session; raise SessionLost."""
         reason = ""
         for _ in range(1 + self._reward.max_retries):
@@ -229,7 +218,7 @@ class Sessions(ABC, Generic[Live]):
                 process.kill()
                 raise
             if not isinstance(started, str) and not conversation.forgotten:
-                conversation.process, conversation.prompt_ids = started
+                conversation.process, conversation.prompt_ids = process, started
                 return
             process.kill()
             if conversation.forgotten:
@@ -238,7 +227,7 @@ class Sessions(ABC, Generic[Live]):
             reason = str(started)
         raise EnvironmentFailed(f"{self.reset_failed}; last reason: {reason}")
 
-    def _close_session(self, conversation: Conversation[Live]) -> None:
+    def _close_session(self, conversation: Conversation) -> None:
         process, conversation.process = conversation.process, None
         if process is not None:
             process.kill()
@@ -246,7 +235,7 @@ class Sessions(ABC, Generic[Live]):
             conversation.has_room = False
             self._room.release()
 
-    async def _ensure_process(self, conversation: Conversation[Live], call: TurnCall) -> Live:
+    async def _ensure_process(self, conversation: Conversation, call: TurnCall) -> SessionProcess:
         """Return the session of a turn, restarted if permitted; raise SessionLost."""
         if conversation.process is not None and conversation.process.ended.done():
             self._close_session(conversation)  # it ended before this turn
@@ -259,7 +248,7 @@ class Sessions(ABC, Generic[Live]):
 
     async def _record_intent(
         self,
-        conversation: Conversation[Live],
+        conversation: Conversation,
         call: TurnCall,
         intend: Intend,
         effects: tuple[Effect, ...],
@@ -274,9 +263,9 @@ class Sessions(ABC, Generic[Live]):
 
     async def _use_session(
         self,
-        conversation: Conversation[Live],
+        conversation: Conversation,
         call: TurnCall,
-        use: Callable[[Live], Awaitable[T]],
+        use: Callable[[SessionProcess], Awaitable[T]],
         limit_s: float,
     ) -> tuple[T, float]:
         """Return the result of `use` and its seconds; retry in a new session if permitted.
@@ -304,9 +293,6 @@ class Sessions(ABC, Generic[Live]):
         raise lost(f"its process ended during a call: {died}")
 
 
-_Conversation = Conversation[SessionProcess]
-
-
 class _TimeLimitReached(Exception):
     """The end of a turn because a call timed out or had no time left."""
 
@@ -314,7 +300,7 @@ class _TimeLimitReached(Exception):
         self.reason = reason
 
 
-class Environments(Sessions[SessionProcess]):
+class Environments(Sessions):
     """The environments of a replica."""
 
     what, reset_failed = "the environment", "reset failed"
@@ -332,22 +318,22 @@ class Environments(Sessions[SessionProcess]):
         self._renderer, self._parser, self._decode = renderer, parser, decode
 
     async def _start_session(
-        self, conversation: _Conversation, process: SessionProcess
-    ) -> tuple[SessionProcess, tuple[int, ...] | None] | str:
+        self, conversation: Conversation, process: SessionProcess
+    ) -> tuple[int, ...] | str | None:
         """Reset the environment."""
         row, seed = conversation.session.row, conversation.session.seed
         said = await process.reset(row, seed, self._env.tool_timeout_s)
         if said.failed:
             return said.text or ""
         if not said.text:
-            return process, None
+            return None
         try:
-            return process, tuple(self._renderer.render_prompt(row, said.text))
+            return tuple(self._renderer.render_prompt(row, said.text))
         except ConfigError as error:
             raise EnvironmentFailed(f"the text of reset cannot be rendered: {error}") from None
 
     async def _answer_turn(
-        self, conversation: _Conversation, call: TurnCall, intend: Intend
+        self, conversation: Conversation, call: TurnCall, intend: Intend
     ) -> NextTurn | TrajectoryDone:
         ids = list(call.parts[-1][1])
         before = [*call.prompt_ids, *(i for _, part in call.parts[:-1] for i in part)]
@@ -376,7 +362,7 @@ class Environments(Sessions[SessionProcess]):
 
     async def _run_calls(
         self,
-        conversation: _Conversation,
+        conversation: Conversation,
         call: TurnCall,
         calls: list[ToolCall],
         effects: list[Effect],
@@ -407,7 +393,7 @@ class Environments(Sessions[SessionProcess]):
 
     async def _finish_trajectory(
         self,
-        conversation: _Conversation,
+        conversation: Conversation,
         call: TurnCall,
         text: str,
         reason: EndedBy,
@@ -420,7 +406,7 @@ class Environments(Sessions[SessionProcess]):
         return TrajectoryDone(result, text, reason, tuple(effects))
 
     async def _get_reward(
-        self, conversation: _Conversation, call: TurnCall, text: str
+        self, conversation: Conversation, call: TurnCall, text: str
     ) -> RewardResult:
         """Return the session's reward, or a timeout if the session was killed."""
         limit_s = self._env.tool_timeout_s
@@ -436,7 +422,7 @@ class Environments(Sessions[SessionProcess]):
         return apply_error_score(rated.result, self._reward.error_score)
 
     async def _send_request(
-        self, conversation: _Conversation, call: TurnCall, request: Request, limit_s: float
+        self, conversation: Conversation, call: TurnCall, request: Request, limit_s: float
     ) -> tuple[Reply, float]:
         """Return the reply to a request and its seconds; raise CallKilled, SessionLost."""
         return await self._use_session(

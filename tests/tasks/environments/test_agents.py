@@ -314,7 +314,7 @@ def test_an_agent_without_a_request_is_no_trajectory(tmp_path, ends, told):
 def test_the_end_of_an_agent_is_a_score_with_its_reason(tmp_path, ends, result):
     async def body(bench):
         await bench.begin()
-        pid = bench.agents._conversations["t"].process._process.pid
+        pid = bench.agents._conversations["t"].process.pid
         done = await bench.say("x")
         assert (done.result.reason, done.result.reward) == result
         timed_out = done.result.reason == "timeout"
@@ -329,7 +329,7 @@ def test_the_end_of_an_agent_is_a_score_with_its_reason(tmp_path, ends, result):
 
 
 async def kill(bench):
-    process = bench.agents._conversations["t"].process._process
+    process = bench.agents._conversations["t"].process
     os.kill(process.pid, signal.SIGKILL)
     await process.ended
 
