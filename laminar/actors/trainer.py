@@ -72,9 +72,7 @@ class TrainerModel(Protocol):
         """Read the model; ConfigError."""
 
     async def check_weights(self, dtype: str | None) -> int:
-        """Compare what is published with the model's files; ConfigError. Return its tensors.
-
-        `dtype`: of the published values; None: compare names and shapes alone."""
+        """Compare tensors with the model's files, without `dtype` not their values; ConfigError."""
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
         """Consume one batch as training step `step` (from 0)."""

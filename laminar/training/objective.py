@@ -1,8 +1,7 @@
 """The objective of one micro-batch: policy loss, correction for stale data, KL and entropy.
 
 Reads   a MicroBatch, the policy, the reference, proximal log-probs and the mini-batch's counts
-Gives   Objective: the loss to differentiate, its two reported parts, per-token figures; gradients
-        of all passes of a mini-batch
+Gives   Objective: loss, its two reported parts, per-token figures; the gradient of a mini-batch
 
 Three distributions meet here (decoupled PPO, Hilton et al. 2022). The behaviour policy sampled the
 tokens; the proximal policy is the trainer's score with the weights at the start of the step; the
@@ -116,10 +115,7 @@ def accumulate_gradient(
     config: ObjectiveConfig,
     figures: TokenFigures,
 ) -> Tensor:
-    """Run forward and, with a gradient, backward over this rank's passes; return both losses.
-
-    A mini-batch without proximal scores gets those of its passes.
-    """
+    """Run this rank's passes, backward if with a gradient; return both losses, set `proximal`."""
     scores, losses = [], torch.zeros(2, dtype=torch.float64)
     for i, micro in enumerate(mini.passes):
         proximal = mini.proximal[i] if mini.proximal else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -421,24 +422,22 @@ def test_files_that_do_not_fit_together(
     assert said in refused(model, tmp_path)
 
 
+KIMI = {"model_type": "kimi", "auto_map": {"AutoModelForCausalLM": "modeling_kimi.Kimi"}}
+
+
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "said"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, ["'mxfp4'", "Mxfp4Config(dequant"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["'fp8'", "FineGrainedFP8Config("]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["'awq'", "its class for this method"]),
-        (
-            {"model_type": "kimi", "auto_map": {"AutoModelForCausalLM": "modeling_kimi.Kimi"}},
-            ["auto_map in config.json", "model_type = 'kimi'"],
-        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'.*Mxfp4Config.dequantize"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*FineGrainedFP8Config"),
+        (KIMI, "auto_map in config.json.*model_type = 'kimi'"),
     ],
 )
 def test_packed_weights_and_code_of_a_model_are_refused(
-    changed: dict[str, object], words: list[str], model: Path, tmp_path: Path
+    changed: dict[str, object], said: str, model: Path, tmp_path: Path
 ) -> None:
     rewritten(model / "config.json", **changed)
-    said = refused(model, tmp_path)
-    assert [word for word in words if word not in said] == []
+    assert re.search(said, refused(model, tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["value head", "other head"])

@@ -79,7 +79,7 @@ def gather_tokens(
     for micro, figures in passes:
         if micro.empty:
             continue
-        of_samples = figures.split(micro.rows.counts.tolist())
+        of_samples = figures.cpu().split(micro.rows.counts.tolist())
         for sample_id, own in zip(micro.sample_ids, of_samples, strict=True):
             if (end := end_of.get(sample_id)) is not None:
                 found[end - len(own) : end] = own

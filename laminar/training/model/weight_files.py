@@ -32,7 +32,6 @@ UNUSED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"(^|\.)mtp\.")
 """Tensors in files that are neither trained nor published: some that transformers computes, and
 heads that predict several tokens."""
 COMPARED_ROWS = 64
-REPORTED = 3  #: differences that an error names
 
 
 def check_loaded(name: str, info: Mapping[str, Any]) -> None:
@@ -105,7 +104,7 @@ def compare_published(
         kind = type(model).__name__.removeprefix("FSDP")
         raise ConfigError(
             f"model {name!r} is a {kind}, and what it publishes differs from its "
-            f"files: {', '.join(differences[:REPORTED])} ({len(differences)} in all); engines and "
+            f"files: {', '.join(differences[:3])} ({len(differences)} in all); engines and "
             "exports would not get what is trained; use a model whose tensors transformers leaves "
             "as they are, such as Qwen2, Qwen3 or Llama"
         )
