@@ -145,7 +145,7 @@ def plan_run(
             plan.warnings.update(resume_check.find_changed_files(run_dir, plan.config))
         vllm_takes_it()
     console.print_lines([*plan_lines(plan), *memory_lines(places)])
-    if arguments.dry_run and places and config.run.nodes == 1:
+    if places and config.run.nodes == 1 and arguments.dry_run:
         run = estimate_memory(config, 1, this_machine())
         console.print_lines(layout_lines(config, run, list_layouts(config, run)))
     console.print_lines(files.lines if files is not None else [])
