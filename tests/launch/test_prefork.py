@@ -20,7 +20,7 @@ from laminar.names import exit_codes
 from laminar.tasks.data.prompts import load_prompts
 
 DEADLINE_S = 60.0
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[2] / "configs" / "recipes" / "words" / "run.toml"
 
 
 @pytest.fixture
