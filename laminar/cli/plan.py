@@ -63,9 +63,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def load_plan(
     arguments: argparse.Namespace, files: list[str], overrides: list[str]
 ) -> tuple[Config, MemoryEstimate]:
-    """Return the settings, with defaults derived from the machines, and the estimate."""
+    """Return the settings, with defaults derived from the machines, and the estimate.
+
+    Neither the data nor the user's functions need to be there.
+    """
     given = [f"run.nodes={arguments.nodes}"] if arguments.nodes is not None else []
-    config = load_config(files, given := [*overrides, *given])
+    config = load_config(files, given := [*overrides, *given], files_exist=False)
     if config.is_emulated:
         raise ConfigError('rollout.engine = "emulated" runs no model: there is nothing to plan')
     gpus, nodes = arguments.gpus or config.run.planned_gpus, config.run.nodes
@@ -81,10 +84,10 @@ def load_plan(
         defaults = derive_sequences(config, min(machine.gpus.values()), sizes)
         if others := nodes - 1 or (config.slurm.rollouts if arguments.nodes is None else 0):
             given += [f"slurm.gpus={len(machine.gpus)}", f"slurm.rollouts={others}"]
-            config = load_slurm_config(files, given, defaults)
+            config = load_slurm_config(files, given, defaults, files_exist=False)
         else:
             defaults |= derive_replicas(config, len(machine.gpus))
-            config = load_config(files, given, defaults=defaults)
+            config = load_config(files, given, defaults=defaults, files_exist=False)
     return config, run
 
 

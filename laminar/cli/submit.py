@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,23 @@ def _prepare_new(arguments: argparse.Namespace) -> tuple[Config, Path]:
 
 
 def load_slurm_config(
-    files: list[str], overrides: list[str], defaults: Mapping[str, Any] | None = None
+    files: list[str],
+    overrides: list[str],
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    files_exist: bool = True,
 ) -> Config:
     """Load the settings of a new run, with defaults derived from the requested machines.
 
     The user's settings take precedence.
     """
-    config = load_config(files, overrides)
+    load = partial(load_config, files_exist=files_exist)
+    config = load(files, overrides)
     given = [*overrides, f"run.nodes={1 + config.slurm.rollouts}"]
     defaults = {"coordinator.host": AUTO, **(defaults or {})}
     for follow in (_derive_replicas, _derive_shared_replicas, _derive_start_timeout):
         defaults |= follow(config)
-        config = load_config(files, given, defaults=defaults)
+        config = load(files, given, defaults=defaults)
     return config
 
 

@@ -40,12 +40,14 @@ def load_config(
     *,
     resolved: Path | None = None,
     defaults: Mapping[str, Any] | None = None,
+    files_exist: bool = True,
 ) -> Config:
     """Read the sources left to right, apply `key=value` overrides, check everything.
 
     `sources`: TOML files, and settings with typed values, nested or dotted. `resolved`: the
     config.toml of a run, read before all others; of its paths only those to files of the run are
-    resolved. `defaults`: fallback values by dotted key."""
+    resolved. `defaults`: fallback values by dotted key. `files_exist`: refuse a path to a missing
+    file."""
     flat = dict(defaults or {})
     if resolved is not None:
         own = replace_prefix(read_toml(resolved), OBJECTS, f"{resolved.parent.resolve()}/objects/")
@@ -60,7 +62,7 @@ def load_config(
     given = dict(map(parse_override, overrides))
     flat = _check_values(flat | given)
     origins |= dict.fromkeys(given)
-    must_be = flat.get("rollout.engine") != "emulated"
+    must_be = files_exist and flat.get("rollout.engine") != "emulated"
     for key, origin in origins.items():
         flat[key] = make_absolute(key, flat[key], known_keys()[key], origin, must_be=must_be)
     return _build_tree(flat)

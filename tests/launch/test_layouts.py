@@ -181,6 +181,7 @@ def test_a_first_run_has_the_best_layout(
     written = tmp_path / "my" / "run.toml"
     words = ["init", str(tmp_path / "my"), "--model", str(eight), "--gpus", "8x80", *nodes]
     assert run_command(words) == exit_codes.COMPLETE
+    (tmp_path / "my" / "prompts.jsonl").unlink()  # a plan comes before the data
     assert run_command(["plan", "-c", str(written)]) == exit_codes.COMPLETE
     shown = capsys.readouterr().out
     assert "fits       yes\n" in shown and "  best: the settings as they are\n" in shown
