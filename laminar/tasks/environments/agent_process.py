@@ -50,6 +50,7 @@ from laminar.tasks.environments.session_process import (
     TurnRequest,
     run_fork_server,
     seed_random,
+    to_coroutine,
 )
 from laminar.tasks.rewards.results import call_guarded
 
@@ -111,14 +112,10 @@ def _serve_session(function: Callable[..., Any], path: str, channel: BlockingCha
 
     def run_agent() -> Any:
         value = function(task, endpoint)
-        return asyncio.run(_wait(value)) if inspect.isawaitable(value) else value
+        return asyncio.run(to_coroutine(value)) if inspect.isawaitable(value) else value
 
     gate.close(AgentReply(call_guarded(run_agent, path)))
     channel.receive(TurnRequest)  # until this process is killed, with what the agent has started
-
-
-async def _wait(value: Any) -> Any:
-    return await value
 
 
 def _make_task(row: PromptRow) -> dict[str, Any]:

@@ -222,14 +222,14 @@ class Agents(Sessions):
         """Test the chat template with the tools of all open sessions; raise ConfigError."""
         for conversation in self._conversations.values():
             if conversation.process is not None:
-                conversation.chat.chat.check_template()
+                conversation.agent.chat.check_template()
 
     async def _start_session(
         self, conversation: Conversation, process: SessionProcess
     ) -> Ids | str:
         """Run the agent until its first request."""
         session, limit_s = conversation.session, self._env.turn_timeout_s
-        live = conversation.chat = AgentSession(process, self._form, session.row)
+        live = conversation.agent = AgentSession(process, self._form, session.row)
         request = AgentRequest(session.row, session.seed, self._form.model)
         try:
             async with asyncio.timeout(limit_s):
@@ -261,7 +261,7 @@ class Agents(Sessions):
             effect = _make_effect("timed-out", describe_timeout(limit_s), limit_s)
             result = make_timeout_result(self._reward, limit_s)
             return TrajectoryDone(result, text, over, (effect,))
-        live, told = conversation.chat, ""
+        live, told = conversation.agent, ""
         if refusals := live.refusals:
             told = f"{len(refusals)} requests refused; the last one: {refusals[-1]}"
         live.refusals = []
@@ -278,7 +278,7 @@ class Agents(Sessions):
         """
         if conversation.prompt_ids != call.prompt_ids:
             raise SessionLost(_DIFFERS)
-        live: AgentSession = conversation.chat
+        live: AgentSession = conversation.agent
         turns = [at for at, (is_sampled, _) in enumerate(call.parts) if is_sampled]
         for at in turns[live.turn :]:
             is_last, ids = at == turns[-1], call.parts[at][1]

@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from laminar.run.user_file import replace_surrogates
-from laminar.tasks.environments.tool_calls import TurnMessage
+from laminar.tasks.environments.tool_calls import CALL_ID, TurnMessage, format_call
 
 ROLES = ("system", "user", "assistant", "tool")
-CALL_ID = "call{:05}"
-"""Nine letters and digits, as some templates require."""
 TOO_LONG = "context_length_exceeded"
 _REFUSED = {  #: values that are allowed, by key; others are refused
     "n": (None, 1),
@@ -160,7 +158,7 @@ def _read_calls(calls: Any, at: str) -> list[dict[str, Any]]:
         try:
             arguments = function["arguments"]  # type: ignore[index]
             read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-            made = _make_call(str(call["id"]), str(function["name"]), dict(read))  # type: ignore[index]
+            made = format_call(str(call["id"]), str(function["name"]), dict(read))  # type: ignore[index]
         except (KeyError, TypeError, ValueError, RecursionError):
             raise RequestRefused(
                 f"{at} must be a list of calls with an id and a function, whose arguments are a "
@@ -169,10 +167,6 @@ def _read_calls(calls: Any, at: str) -> list[dict[str, Any]]:
             ) from None
         found.append(made)
     return found
-
-
-def _make_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def compare_form(message: Message) -> tuple[str, ...]:
@@ -189,7 +183,7 @@ def compare_form(message: Message) -> tuple[str, ...]:
 def make_turn_message(turn: TurnMessage, first_call: int) -> Message:
     """Return a turn in the form that chat templates read; `first_call`: number of its first id."""
     calls = [
-        _make_call(CALL_ID.format(i), call.tool, call.arguments)
+        format_call(CALL_ID.format(i), call.tool, call.arguments)
         for i, call in enumerate(turn.calls, first_call)
     ]
     return {
@@ -204,7 +198,7 @@ def make_completion(
 ) -> str:
     """Return the reply to a request; `tokens`: numbers read and sampled."""
     calls = [
-        _make_call(c["id"], c["function"]["name"], json.dumps(c["function"]["arguments"]))
+        format_call(c["id"], c["function"]["name"], json.dumps(c["function"]["arguments"]))
         for c in message.get("tool_calls", ())
     ]
     content = None if calls and not message["content"].strip() else message["content"]

@@ -92,7 +92,7 @@ class Conversation:
         self.session = session
         self.busy = asyncio.Lock()  #: lock of a single request; repeated ones find the answer
         self.process: SessionProcess | None = None
-        self.chat: Any = None  #: what an agent's process adds
+        self.agent: Any = None  #: AgentSession of agents.py
         self.prompt_ids: tuple[int, ...] | None = None  #: prompt with what the session adds
         self.answers: dict[int, NextTurn | TrajectoryDone] = {}  #: by turn
         self.killed_after_s = 0.0  #: run time of a call that was killed, or 0

@@ -24,7 +24,14 @@ from laminar.config import ConfigError, DataConfig
 from laminar.tasks.data.chat import build_messages, encode_prompt
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.arguments import list_types
-from laminar.tasks.environments.tool_calls import THINK, THOUGHT, CallParser, ToolCall
+from laminar.tasks.environments.tool_calls import (
+    CALL_ID,
+    THINK,
+    THOUGHT,
+    CallParser,
+    ToolCall,
+    format_call,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,9 +56,6 @@ _WORDS = (
     "0.5",
 )
 _MADE_UP = ToolCall("made_up", {"a": 1})
-_IDS = "call{:05}"
-"""Ids of calls: nine letters and digits, as some templates require."""
-
 CallResult = tuple[ToolCall, str]
 Message = dict[str, Any]
 _MARK = "0d9c1f"  #: text of a made-up turn
@@ -252,11 +256,7 @@ def _drop_part(ids: list[int], part: Sequence[int]) -> list[int]:
 def _make_turn_message(text: str, calls: Sequence[ToolCall], thoughts: str = "?") -> dict[str, Any]:
     """Make a turn of the policy, with reasoning, because templates leave out empty reasoning."""
     made = [
-        {
-            "id": _IDS.format(i),
-            "type": "function",
-            "function": {"name": call.tool or _MADE_UP.tool, "arguments": call.arguments},
-        }
+        format_call(CALL_ID.format(i), call.tool or _MADE_UP.tool, call.arguments)
         for i, call in enumerate(calls)
     ]
     return {"role": "assistant", "content": text, "reasoning_content": thoughts, "tool_calls": made}
@@ -267,7 +267,7 @@ def _make_result_messages(answers: Sequence[CallResult]) -> list[dict[str, Any]]
         {
             "role": "tool",
             "name": call.tool or _MADE_UP.tool,
-            "tool_call_id": _IDS.format(i),
+            "tool_call_id": CALL_ID.format(i),
             "content": text,
         }
         for i, (call, text) in enumerate(answers)

@@ -276,7 +276,7 @@ class _EnvironmentHost:
         if not inspect.isawaitable(value):
             return value
         self._runner = self._runner or asyncio.Runner()
-        return self._runner.run(_wait(value))
+        return self._runner.run(to_coroutine(value))
 
 
 def seed_random(seed: int) -> None:
@@ -285,7 +285,8 @@ def seed_random(seed: int) -> None:
         numpy.random.seed(seed % (1 << 32))
 
 
-async def _wait(value: Any) -> Any:
+async def to_coroutine(value: Any) -> Any:
+    """Await a value that user code returned: runners take only coroutines."""
     return await value
 
 

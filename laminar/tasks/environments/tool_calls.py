@@ -27,6 +27,8 @@ CALLS_MAX = 16  #: maximum calls run per turn; each may take env.tool_timeout_s
 TEXT_CHARS_MAX = 16_384
 """Maximum size of a call's arguments, and of its answer, which the store keeps."""
 DEPTH_MAX = 32  #: maximum nesting of a call's arguments; encoders recurse, each to another depth
+CALL_ID = "call{:05}"
+"""Id of a call in a message: nine letters and digits, as some templates require."""
 THINK, THOUGHT = "<think>", "</think>"
 _TAGGED = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)(</tool_call>|\Z)", re.DOTALL)
 _FENCED = re.compile(r"^ {0,3}(`{3,}|~{3,}).*?^ {0,3}\1[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -40,6 +42,11 @@ class ToolCall(NamedTuple):
     tool: str
     arguments: dict[str, Any]
     refusal_reason: str | None = None
+
+
+def format_call(call_id: str, tool: str, arguments: Any) -> dict[str, Any]:
+    """Return a call as messages have it."""
+    return {"id": call_id, "type": "function", "function": {"name": tool, "arguments": arguments}}
 
 
 class TurnMessage(NamedTuple):
@@ -72,12 +79,10 @@ class CallParser:
         """
         if not self._has_own:
             return self._parse_tagged_message(ids, before, text)
-        found = self._by_tokenizer(ids, before)
-        if any(call.refusal_reason for call in found):
+        message = self._parse_response(ids, before)
+        found = [] if isinstance(message, str) else _list_calls(message)
+        if isinstance(message, str) or any(call.refusal_reason for call in found):
             return TurnMessage(text, "", [])
-        message = self._tokenizer.parse_response(
-            list(ids), prefix=list(before), tools=list(self._tools)
-        )
         reasoning = message.get("reasoning_content") or message.get("thinking") or ""
         return TurnMessage(message.get("content") or "", reasoning, self._convert_calls(found))
 
@@ -102,13 +107,18 @@ class CallParser:
         return [call if known.refusal_reason else known for call, known in pairs]
 
     def _by_tokenizer(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
+        message = self._parse_response(ids, before)
+        return [ToolCall("", {}, message)] if isinstance(message, str) else _list_calls(message)
+
+    def _parse_response(self, ids: Sequence[int], before: Sequence[int]) -> dict[str, Any] | str:
+        """Return the message that the tokenizer reads in a turn, or why it cannot."""
         try:
-            message = self._tokenizer.parse_response(
+            message: dict[str, Any] = self._tokenizer.parse_response(
                 list(ids), prefix=list(before), tools=list(self._tools)
             )
         except Exception as error:  # invalid text raises types that depend on the template
-            return [ToolCall("", {}, f"the response cannot be read: {_first_line(error)}")]
-        return [_make_call(call.get("function", call)) for call in message.get("tool_calls") or []]
+            return f"the response cannot be read: {_first_line(error)}"
+        return message
 
     def _parse_tagged(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         opened = self._opens_thought(before)
@@ -158,6 +168,10 @@ def _tagged_call(body: str, end: str) -> ToolCall:
         return _make_call(json.loads(body))
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"the call is not valid JSON: {_first_line(error)}")
+
+
+def _list_calls(message: dict[str, Any]) -> list[ToolCall]:
+    return [_make_call(call.get("function", call)) for call in message.get("tool_calls") or []]
 
 
 def _make_call(value: Any) -> ToolCall:
