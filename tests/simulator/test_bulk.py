@@ -112,6 +112,19 @@ def test_a_plane_that_is_closed_while_it_stands_still_does_nothing_more() -> Non
     assert second.received() == []
 
 
+def test_a_plane_whose_process_has_ended_sends_nothing_in_the_next_boot() -> None:
+    """What it was sending when it ended is handed over after the next boot has begun."""
+    world = make_world(calm(transfer_s=4.0), 1)
+    first, second = chain(world, 2)
+    first.publish(1)
+    run(world, 2)
+    first.die()
+    first.process.boot_id, first.process.alive = f"relay-0/{next(_boots)}", True
+    first.arena.slot(0)[:] = 7  # the next boot has taken over the slots
+    run(world, 8)
+    assert second.received() == []
+
+
 def test_a_line_that_is_cut_is_waited_for_and_then_given_up() -> None:
     for cut_s, kept in ((5.0, True), (15.0, False)):
         world = make_world(calm(transfer_s=4.0), 1)

@@ -39,6 +39,7 @@ class SimPlane:
     ) -> None:
         self._process = machine.process
         scheduler, boot_id = self._process.world.scheduler, self._process.boot_id
+        self._boot_id = boot_id
         self._inbox: deque[Callable[[], None]] = deque()
         self._turn_due = self._turning = self._closed = False
         self._alarm_ns = 0
@@ -75,7 +76,9 @@ class SimPlane:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._turn_due and not self._turning and not self._closed:
+        """Take a turn soon, unless the process has ended, whose data may still be on its way."""
+        ended = self._closed or self._process.boot_id != self._boot_id
+        if not self._turn_due and not self._turning and not ended:
             self._turn_due = True
             self._process.call_later(0, self._turn)
 
