@@ -14,11 +14,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
 
 from laminar.analysis.log.evaluations import format_evaluation
 from laminar.config import Config, ConfigError, dump_config
@@ -31,6 +34,7 @@ from laminar.run.renames import rename
 from laminar.tasks.data.hub import localize_model
 from laminar.training.checkpoints.file_digests import check_digests
 from laminar.training.model.lora_targets import ADAPTER_DIR
+from laminar.training.model.weight_files import HEAD, open_slices
 from laminar.training.trainer_state import CheckpointError
 
 SHARD = "5GB"  #: largest size of a file of weights, as on the hub
@@ -39,15 +43,14 @@ TRAINING_FILES = {"digests.json", "optimizer.safetensors", "trainer.json", "vers
 """Files of a checkpoint that only training reads."""
 
 
-class Tensor(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor to be written: where it is, and its size."""
 
     directory: Path
-    name: str
     nbytes: int
 
 
-def find_model(run: Path, step: int | None) -> Path:
+def find_trained_model(run: Path, step: int | None) -> Path:
     """Return the directory of the trained model, or of a checkpoint; raise ConfigError."""
     steps = sorted(
         int(path.name.removeprefix("step_")) for path in (run / CHECKPOINTS_DIR).glob("step_*")
@@ -81,16 +84,17 @@ def export_model(run: Path, to: Path, *, step: int | None, dtype: str, merge: bo
     config = run_config(run)
     if config.is_emulated:
         raise ConfigError(f"{run} is emulated: it has no model to export")
-    source = find_model(run, step)
+    source, adapters = find_trained_model(run, step), bool(config.lora.rank) and not merge
     partial = to.with_name(f".{to.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        if config.lora.rank and not merge:
+        if adapters:
             shutil.copytree(source / ADAPTER_DIR, partial, dirs_exist_ok=True)
         else:
             _write_model(config, source, partial, dtype)
-        (partial / "README.md").write_text(format_card(config, run, source, step))
+        library = "peft" if adapters else "transformers"
+        (partial / "README.md").write_text(format_card(config, run, step, library))
         rename(partial, to, durable=False)
     except EngineError as error:
         raise ConfigError(str(error)) from error
@@ -108,10 +112,9 @@ def _write_model(config: Config, source: Path, target: Path, dtype: str) -> None
             shutil.copyfile(path, target / path.name)
     settings = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(settings | {"dtype": dtype}, indent=2) + "\n")
-    trained = weight_shapes(source)
+    trained, number = weight_shapes(source), NUMBER_BYTES[dtype]
     tensors = {
-        name: Tensor(source, name, math.prod(shape) * NUMBER_BYTES[dtype])
-        for name, shape in trained.items()
+        name: SavedTensor(source, math.prod(shape) * number) for name, shape in trained.items()
     }
     tensors |= _list_untrained(config, settings, trained)
     _write_shards(tensors, target, dtype)
@@ -119,64 +122,48 @@ def _write_model(config: Config, source: Path, target: Path, dtype: str) -> None
 
 def _list_untrained(
     config: Config, settings: Mapping[str, Any], trained: Mapping[str, Any]
-) -> dict[str, Tensor]:
+) -> dict[str, SavedTensor]:
     """Return the tensors of the source model that the run left out; a tied head is not one."""
     origin = Path(localize_model(config).model.name)
     tied = settings.get("tie_word_embeddings", False)
     return {
-        name: Tensor(origin, name, math.prod(shape) * NUMBER_BYTES["float32"])
+        name: SavedTensor(origin, math.prod(shape) * NUMBER_BYTES["float32"])
         for name, shape in weight_shapes(origin).items()
-        if name not in trained and not (tied and name.startswith("lm_head."))
+        if name not in trained and not (tied and name.startswith(HEAD))
     }
 
 
-def _write_shards(tensors: Mapping[str, Tensor], target: Path, dtype: str) -> None:
+def _write_shards(tensors: Mapping[str, SavedTensor], target: Path, dtype: str) -> None:
     plan = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=SHARD,
     )
-    for file, names in plan.filename_to_tensors.items():
-        _write_shard([tensors[name] for name in names], target / file, dtype)
+    with ExitStack() as files:
+        directories = {tensor.directory for tensor in tensors.values()}
+        saved = {directory: open_slices(directory, files) for directory in directories}
+        for file, names in plan.filename_to_tensors.items():
+            slices = {name: saved[tensors[name].directory][name] for name in names}
+            _write_shard(slices, target / file, dtype)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        text = json.dumps(index, indent=2) + "\n"
-        (target / INDEX_FILE).write_text(text)
+        (target / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_shard(tensors: Sequence[Tensor], file: Path, dtype: str) -> None:
+def _write_shard(slices: Mapping[str, Any], file: Path, dtype: str) -> None:
     """Write one file; integers of the source keep their type."""
-    import torch
-    from safetensors.torch import save_file
-
     wanted = getattr(torch, dtype)
-    cast = {
-        name: (tensor.to(wanted) if tensor.is_floating_point() else tensor).contiguous()
-        for name, tensor in _load_tensors(tensors)
-    }
+    tensors = ((name, tensor[...]) for name, tensor in slices.items())
+    cast = {name: t.to(wanted) if t.is_floating_point() else t for name, t in tensors}
     save_file(cast, file, metadata={"format": "pt"})
     file.chmod((file.parent / "config.json").stat().st_mode)  # else only its owner could read it
 
 
-def _load_tensors(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
-    from safetensors import safe_open
-
-    for directory in dict.fromkeys(tensor.directory for tensor in tensors):
-        wanted = {tensor.name for tensor in tensors if tensor.directory == directory}
-        for path in sorted(directory.glob("*.safetensors")):
-            if path.name in TRAINING_FILES:
-                continue
-            with safe_open(path, framework="pt") as file:
-                for name in sorted(wanted.intersection(file.keys())):
-                    yield name, file.get_tensor(name)
-
-
-def format_card(config: Config, run: Path, source: Path, step: int | None) -> str:
+def format_card(config: Config, run: Path, step: int | None, library: str) -> str:
     """Return the model card: base model, evaluations of the run, its settings."""
     base = config.model.name
     linked = [] if Path(base).exists() else [f"base_model: {base}"]
-    library = "peft" if (source / ADAPTER_DIR).is_dir() else "transformers"
     made = f"Laminar {__version__} {commit_of(Path(__file__).parent)}".strip()
     try:
         summary = json.loads((run / SUMMARY_FILE).read_bytes())

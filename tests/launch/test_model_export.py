@@ -108,6 +108,8 @@ def test_adapters_are_written_alone_or_merged(base: Path, tmp_path: Path) -> Non
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert export(run, tmp_path / "whole", "--merge-adapters") == exit_codes.COMPLETE
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole").dtype == torch.bfloat16
+    for name, library in (("out", "peft"), ("whole", "transformers")):
+        assert f"library_name: {library}\n" in (tmp_path / name / "README.md").read_text()
 
 
 def test_a_mistake_is_a_sentence_and_writes_nothing(
