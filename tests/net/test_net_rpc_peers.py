@@ -155,3 +155,13 @@ def test_a_key_is_named_once_when_its_earliest_time_has_come():
     assert links.take_due(50) == []  # the later times were for what has been looked at since
     links.wake_at("a", 60)
     assert links.take_due(60) == [a]
+
+
+def test_a_link_is_dropped_after_the_last_frames_of_its_peer():
+    links = Links(PEERS_MAX)
+    link = ServerLink(Hello("a", "r", "a", 0, 1, {}), server_boot="s", incarnation=0)
+    links.set_route("a", b"route")
+    links.add(link)
+    links.receive(link, encode(Bye()), 0)
+    assert [route for route, _ in links.poll_link(link, 0)] == [b"route"]  # the welcome
+    assert len(links) == 0 and links.find_link(b"route") is None

@@ -37,6 +37,8 @@ TESTS = (
         "tests/net/test_net_session.py",
         "tests/net/test_net_session_model.py",
         "tests/net/test_net_frames.py",
+        "tests/net/test_net_rpc_peers.py",
+        "tests/coordinator/test_tick_links.py",
     ),
 )
 TIMEOUT_S = 900  #: time limit of one test; coverage slows it down several times
