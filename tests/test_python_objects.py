@@ -262,6 +262,7 @@ HOLDER = types.SimpleNamespace(file=sys.__stdin__)
     [
         ({"train_dataset": iter(ROWS)}, "a list_iterator without a number of rows"),
         ({"train_dataset": [*ROWS, "x"]}, "train_dataset has the row 'x'"),
+        ({"train_dataset": [*ROWS, None]}, "train_dataset has the row None"),
         ({"train_dataset": TWO_TYPES}, "the column 'n', whose values have no common type"),
         ({"reward_funcs": 3}, "reward_funcs has 3: give a function"),
         ({"reward_funcs": [len], "reward_weights": [1, 2]}, "reward_weights = [1, 2] needs"),

@@ -290,8 +290,8 @@ def _build_table(argument: str, rows: Any) -> Any:
             "dicts, a table, a datasets.Dataset, or the path of a .jsonl or .parquet file"
         )
     found = list(rows) if hasattr(rows, "__iter__") else [rows[i] for i in range(len(rows))]
-    if wrong := next((row for row in found if not isinstance(row, Mapping)), None):
-        raise ConfigError(f"{argument} has the row {wrong!r}; each row is a dict of its columns")
+    if wrong := [row for row in found if not isinstance(row, Mapping)]:
+        raise ConfigError(f"{argument} has the row {wrong[0]!r}; each row is a dict of its columns")
     columns = {}
     for name in dict.fromkeys(name for row in found for name in row):
         try:
