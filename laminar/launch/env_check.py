@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from laminar.config import Config, ConfigError
-from laminar.config.tree import EnvConfig
+from laminar.config.tasks import EnvConfig
 from laminar.launch.reward_check import shorten_text
 from laminar.names.ids import Purpose
 from laminar.run.child_channel import ChildLost

@@ -213,6 +213,10 @@ def _get_score(result: RewardResult) -> float | None:
 def _run_calls(
     spec: RewardSpec, reward: RewardConfig, calls: Iterable[RewardCall]
 ) -> Iterator[list[RewardResult]]:
+    """Yield the results; a worker also calls the built-in scorers for a thread.
+
+    The time limit of math-verify is a signal, which only a main thread can have.
+    """
     if not spec.custom and threading.current_thread() is threading.main_thread():
         scorer = open_scorer(spec)
         yield from (scorer(call) for call in calls)

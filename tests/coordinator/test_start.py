@@ -13,7 +13,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from laminar.config import Config
-from laminar.config.tree import CoordinatorConfig, EnvConfig
+from laminar.config.tasks import EnvConfig
+from laminar.config.tree import CoordinatorConfig
 from laminar.coordinator.loop import Coordinator
 from laminar.coordinator.tick import HandlingFailed
 from laminar.core.machine import HANDLING

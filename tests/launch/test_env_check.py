@@ -10,7 +10,7 @@ from rich.console import Console
 
 from laminar.cli.commands import run_command
 from laminar.config import Config, ConfigError
-from laminar.config.tree import EnvConfig
+from laminar.config.tasks import EnvConfig
 from laminar.launch.env_check import show_beginnings
 from laminar.tasks.data.prompts import PromptRow
 

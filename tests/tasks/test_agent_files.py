@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import pytest
 
 from laminar.config import ConfigError
-from laminar.config.tree import EnvConfig
+from laminar.config.tasks import EnvConfig
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.session_pool import SessionPool
 from laminar.tasks.environments.session_process import ResetRequest, RewardRequest, ToolRequest

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from laminar.config import Config, ConfigError
-from laminar.config.tree import EnvConfig, RewardConfig
+from laminar.config.tasks import EnvConfig, RewardConfig
 from laminar.events.reasons import EndedBy
 from laminar.run.child_channel import ChildLost
 from laminar.tasks.environments.renderer import CallResult, Renderer

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from laminar.config import ConfigError
-from laminar.config.tree import EnvConfig
+from laminar.config.tasks import EnvConfig
 from laminar.run.child_channel import Channel, ChildLost, Forked
 from laminar.run.child_process import Child, Output, spawn_child
 from laminar.tasks.data.prompts import PromptRow

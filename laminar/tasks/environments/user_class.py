@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from laminar.config import ConfigError
-from laminar.config.tree import EnvConfig
+from laminar.config.tasks import EnvConfig
 from laminar.run.child_channel import Ready
 from laminar.run.child_process import call_isolated, connect_user_code
 from laminar.run.user_code import UserFunction, import_file

@@ -39,9 +39,8 @@ def reward_spec(config: Config) -> results.RewardSpec:
     """Resolve the reward section and import the user's files; raise ConfigError."""
     listed = config.reward.functions or [_the_only(config)]
     functions = _label_functions([_resolve_function(config, entry) for entry in listed])
-    one_by_one = (
-        config.has_sessions and config.reward.scope == "auto"
-    )  # as siblings end their turns
+    # Siblings end their turns one by one.
+    one_by_one = config.has_sessions and config.reward.scope == "auto"
     scope = "trajectory" if one_by_one else _choose_scope(config.reward.scope, functions)
     spec = results.RewardSpec(scope=scope, functions=functions)
     if spec.takes_environments and not config.env.path:

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from laminar.config import ConfigError, DataConfig, resolve_config
-from laminar.config.tree import EnvConfig
+from laminar.config.tasks import EnvConfig
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments import turns
 from laminar.tasks.environments.pool import Environments
