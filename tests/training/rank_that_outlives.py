@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 from typing import Any
 
 from laminar.actors.system import rank_process
@@ -20,9 +21,15 @@ async def to_the_end(*args: Any) -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
+_first = threading.Lock()
+
+
 def late(*args: Any) -> Any:
-    shared_safetensors.write_rows = _write
-    signal.raise_signal(signal.SIGSTOP)  # of this thread, which goes no further
+    """Stop at the first call; one in another thread waits, and does not stop the process again."""
+    with _first:
+        if shared_safetensors.write_rows is late:
+            shared_safetensors.write_rows = _write
+            signal.raise_signal(signal.SIGSTOP)  # of this thread, which goes no further
     return _write(*args)
 
 
