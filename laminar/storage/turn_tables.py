@@ -40,7 +40,8 @@ class TurnTables:
     ) -> None:
         """Add unsampled tokens that the model reads before this turn (0: as its prompt)."""
         values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens, parent)
-        self._db.execute("INSERT INTO contexts VALUES (?, ?, ?, ?, ?)", values)
+        sql = "INSERT INTO contexts (trajectory_id, turn, num_tokens, tokens, parent) "
+        self._db.execute(f"{sql}VALUES (?, ?, ?, ?, ?)", values)
 
     def get_contexts(self, row: Row) -> dict[int, bytes]:
         """Return the row's contexts by the turn that reads them; PayloadRemoved."""
