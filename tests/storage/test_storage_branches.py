@@ -11,6 +11,7 @@ import pytest
 from laminar.actors.batch_fetch import sample_of
 from laminar.actors.turns import make_turn
 from laminar.analysis.audit.trained_contents import _build_content
+from laminar.analysis.report.samples import SampleFilter, find_samples
 from laminar.storage import books
 from laminar.storage import messages as m
 from laminar.storage.branches import count_read_again, find_path, list_paths
@@ -108,6 +109,16 @@ def test_a_sample_has_a_row_for_each_branch_and_each_token_once(
     with books.open_tables(path) as tables:
         audited = digest_batch([_build_content(tables, NAME)])
     assert audited == digest_batch(iter_contents([sample]))
+
+
+def test_a_reader_sees_each_branch(database: Database, path: Path) -> None:
+    answers(database, *play())
+    (sample,) = find_samples(path.parent, SampleFilter(name=NAME), lambda i: " ".join(map(str, i)))
+    assert (sample.prompt, sample.response) == (
+        "100 1",
+        f"\n[{NAME}/1]\n60 61 62 3 80 6\n[{NAME}/2]\n1 2 70 4 5 90 7\n"
+        f"[{NAME}/3, after turn 3]\n91 8 9",
+    )
 
 
 def test_the_digest_covers_where_turns_belong(database: Database, path: Path) -> None:
