@@ -1,7 +1,7 @@
 """The client of an OpenEnv server as an environment, in the style of TRL (docs/agents.md).
 
 It needs `pip install openenv`, and OPENENV_URL, the server. The server decides the reward. It must
-have as many places (max_concurrent_envs) as there are sessions: replicas x env.max_sessions.
+have as many places (max_concurrent_envs) as there are sessions: hosts x agents.max_sessions.
 """
 
 import os

@@ -29,7 +29,8 @@ def test_settings_and_constants_have_the_values_that_stand_beside_them() -> None
 
 def ends(name: str, *, machines: int = 2, save_freq: int = 20) -> bool:
     """Whether the run ends, or has failed, when this process is lost and does not come back."""
-    bench = start_bench(nodes=machines, max_staleness=1, save_freq=save_freq)
+    sessions = {"max_sessions": 99} if name.startswith(Role.AGENT) else {}
+    bench = start_bench(sessions, nodes=machines, max_staleness=1, save_freq=save_freq)
     if name.startswith("node-"):
         bench.silent(name)
     else:

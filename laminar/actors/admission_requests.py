@@ -1,6 +1,6 @@
 """Requests to open trajectories in the store, which fences older placements and returns tokens.
 
-Reads   orders of GenerateTrajectory, the answers of the store
+Reads   orders of GenerateTrajectory or StartSession, the answers of the store
 Gives   each answer to `opened`; as_of, up to which order the engine is complete
 
 A trajectory that was taken back is neither opened nor reported, whatever the store answers.
@@ -9,6 +9,7 @@ A trajectory that was taken back is neither opened nor reported, whatever the st
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from laminar.actors.service_clients import StoreClient
 from laminar.config.rollout import RolloutConfig
@@ -16,24 +17,24 @@ from laminar.events import commands as cmd
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
 
-Ordered = tuple[cmd.Envelope, cmd.GenerateTrajectory]
+Ordered = tuple[cmd.Envelope, cmd.OpeningCommand]
 
 
 class AdmissionRequests:
-    """The trajectories that one replica has yet to open in the store."""
+    """The trajectories that one replica or host has yet to open in the store."""
 
     def __init__(
         self,
         rollout: RolloutConfig,
         store: StoreClient,
-        opened: Callable[[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult], None],
+        opened: Callable[[cmd.Envelope, Any, m.OpenResult], None],
     ) -> None:
         """Report to `opened`, which must call `complete_opening` when it acts on an answer.
 
         `opened` is called with the store's answer for each trajectory that was not taken back.
         """
         self._rollout, self.store, self._opened = rollout, store, opened
-        #: orders by trajectory, until the store has answered and the environment has started
+        #: orders by trajectory, until the store has answered and its session has started
         self._waiting: dict[str, Ordered] = {}
         self._asked = 0  #: highest id of an order to generate
         self._unsettled: dict[int, None] = {}  #: ids of orders that the engine may not have yet
@@ -43,7 +44,7 @@ class AdmissionRequests:
         """Highest order id up to which the engine has all orders that it will ever get."""
         return min(self._unsettled, default=self._asked + 1) - 1
 
-    def add_pending(self, order: cmd.Envelope, command: cmd.GenerateTrajectory) -> None:
+    def add_pending(self, order: cmd.Envelope, command: cmd.OpeningCommand) -> None:
         """Note a trajectory that is to be opened, so that from now on it can be taken back."""
         self._waiting[command.trajectory_id] = (order, command)
         self._unsettled[order.command_id] = None
@@ -75,24 +76,24 @@ class AdmissionRequests:
                 if self._is_wanted(command):
                     self._opened(order, command, result)
 
-    def complete_opening(self, command: cmd.GenerateTrajectory) -> bool:
+    def complete_opening(self, command: cmd.OpeningCommand) -> bool:
         """End the opening; return False if it was taken back since it was reported."""
         wanted = self._is_wanted(command)
         if wanted:
             del self._waiting[command.trajectory_id]
         return wanted
 
-    def _is_wanted(self, command: cmd.GenerateTrajectory) -> bool:
+    def _is_wanted(self, command: cmd.OpeningCommand) -> bool:
         """Return whether this command was not taken back or replaced."""
         waiting = self._waiting.get(command.trajectory_id)
         return waiting is not None and waiting[1] is command
 
-    def _build_item(self, command: cmd.GenerateTrajectory) -> m.OpenItem:
+    def _build_item(self, command: cmd.OpeningCommand) -> m.OpenItem:
         return open_item(command, choose_temperature(self._rollout, command.purpose))
 
 
-def open_item(command: cmd.GenerateTrajectory, temperature: float) -> m.OpenItem:
-    """Build a replica's request to the store for a trajectory that it will generate."""
+def open_item(command: cmd.OpeningCommand, temperature: float) -> m.OpenItem:
+    """Build the request to the store for a trajectory that is to be generated."""
     return m.OpenItem(
         trajectory_id=command.trajectory_id,
         group_id=command.group,

@@ -29,7 +29,7 @@ from laminar.actors.engine_metrics import EngineMetrics, gauge_interval_s, large
 from laminar.actors.host import Host
 from laminar.actors.scoring import RewardWorkers, Scorer
 from laminar.actors.service_clients import RelayClient, StoreClient
-from laminar.actors.turns import Turns, TurnSessions, make_turn, turn_seed
+from laminar.actors.turns import make_turn, turn_seed
 from laminar.actors.weight_loader import WeightFiles, WeightLoader
 from laminar.config import ConfigError
 from laminar.engines import protocol
@@ -40,7 +40,6 @@ from laminar.events.reasons import FailureReason, FinishReason, PullPurpose
 from laminar.names import ids
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
-from laminar.tasks.environments.turns import SessionLost
 
 T = TypeVar("T")
 
@@ -54,11 +53,6 @@ class ReplicaParts(Protocol):
 
     @property
     def rewards(self) -> RewardWorkers: ...
-
-    @property
-    def environments(self) -> TurnSessions | None:
-        """The sessions of the run's environment, if it has one; set once the engine has started."""
-        ...
 
     @property
     def weights(self) -> WeightFiles: ...
@@ -93,7 +87,6 @@ class Rollout:
         self.relay = RelayClient(host.make_client(ids.actor_name("relay", host.node, 0)))
         self.openings = AdmissionRequests(self.config.rollout, self.store, self._handle_opened)
         self.running: dict[str, ActiveSequence] = {}
-        self.turns: Turns | None = None
         self._interval_s = self.config.rollout.progress_interval_ms / 1000
         self._flush_lock = asyncio.Lock()
         self._finish_due = False
@@ -106,13 +99,11 @@ class Rollout:
         )
         self.stop_ids = parts.stop_ids
         self.loader = WeightLoader(self.host, self.relay, self.engine, parts.weights)
-        if (environments := parts.environments) is not None:
-            await environments.start()
-            self.turns = Turns(self.host, self.store, environments)
-        self.scorer = Scorer(self.host, self.store, parts.rewards, parts.decode, self.turns)
+        self.scorer = Scorer(self.host, self.store, parts.rewards, parts.decode)
         await self.store.start()
         await self.relay.start()
-        self.host.spawn(self.scorer.start())  # needed when the first response has ended
+        if not self.config.has_sessions:  # else hosts of agents have the rewards
+            self.host.spawn(self.scorer.start())  # needed when the first response has ended
         self.host.spawn(self._watch_engine())
         self.host.spawn(self.engine_reports.report_periodically(gauge_interval_s(self.config)))
         self.host.spawn(self._keep_tokens())
@@ -136,8 +127,6 @@ class Rollout:
             self.engine_reports.write_steps()
             await self.engine.close()
             await self.scorer.close()
-            if self.turns is not None:
-                await self.turns.environments.close()
         await self.store.close(0.5)
         await self.relay.close(0.5)
 
@@ -178,18 +167,9 @@ class Rollout:
     def _handle_opened(
         self, order: cmd.Envelope, command: cmd.GenerateTrajectory, result: m.OpenResult
     ) -> None:
-        if result.answer == "open" and self.turns is not None:
-            opened = (order, command, result)
-            self.host.spawn(
-                open_session(self.host, self.turns, self.openings, self._handle_open_result, opened)
-            )
-        elif self.openings.complete_opening(command):
-            self._handle_open_result(order, command, result)
-
-    def _handle_open_result(
-        self, order: cmd.Envelope, command: cmd.GenerateTrajectory, result: m.OpenResult
-    ) -> None:
         """Act on the store's answer for one trajectory."""
+        if not self.openings.complete_opening(command):
+            return
         facts = {"event_seq": order.cause, "trajectory": command.trajectory_id}
         if result.answer == "open":
             return self._start_generation(order, command, result)
@@ -267,8 +247,6 @@ class Rollout:
         for item in command.items:
             self.host.log.info("abort", event_seq=order.cause, trajectory=item.trajectory_id)
             self._let_go(item.trajectory_id, item.placement)
-            if command.sessions and self.turns is not None:
-                self.turns.environments.end_session(item.trajectory_id)
 
     def _let_go(self, trajectory_id: str, placement: int) -> None:
         """Drop a trajectory under this placement and older ones."""
@@ -401,28 +379,6 @@ async def _of_engine(work: Awaitable[T]) -> T:
         raise protocol.EngineError(f"{type(error).__name__}: {error}") from error
 
 
-async def open_session(
-    host: Host,
-    turns: Turns,
-    openings: AdmissionRequests,
-    go_on: Callable[[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult], None],
-    opened: tuple[cmd.Envelope, cmd.GenerateTrajectory, m.OpenResult],
-) -> None:
-    """Open the session of a trajectory, then call `go_on`, unless it was taken back meanwhile."""
-    order, command, result = opened
-    try:
-        spoken = await turns.open_session(command, result)
-    except SessionLost as lost:
-        if openings.complete_opening(command):
-            openings.mark_settled(order)
-            report_failed(host, command, order.cause, lost.reason, str(lost))
-        return
-    if openings.complete_opening(command):
-        if spoken is None:
-            return openings.mark_settled(order)
-        go_on(order, command, spoken)
-
-
 def report_finished(
     host: Host, command: cmd.GenerateTrajectory, event_seq: int, num_tokens: int, reason: str
 ) -> None:
@@ -440,7 +396,7 @@ def report_finished(
 def report_failed(
     host: Host, command: cmd.GenerateTrajectory, event_seq: int, reason: FailureReason, detail: str
 ) -> None:
-    """Report that it cannot be generated: the store refuses it, or its environment is lost."""
+    """Report that it cannot be generated: the store refuses it."""
     trajectory = command.trajectory_id
     failed = ev.TrajectoryFailed(
         trajectory_id=trajectory, placement=command.placement, reason=reason, detail=detail[:500]

@@ -1,8 +1,8 @@
-"""Rewards of one replica: from tokens in the store to a score in the store.
+"""Rewards of one replica or host: from tokens in the store to a score in the store.
 
 Reads   ScoreTrajectories commands; responses and prompts of the store
 Writes  rewards (through the store)
-Emits   TrajectoryRewarded, TurnFinished, TrajectoryFailed
+Emits   TrajectoryRewarded, TurnRequested, TrajectoryFailed
 
 The function runs in worker processes with a timeout. A response on which the user's function fails
 gets reward.error_score and is counted by reason; a fault of the worker itself drops the sibling.
@@ -58,7 +58,7 @@ class RewardWorkers(Protocol):
 
 
 class Scorer:
-    """The rewards of one replica, computed from the store's data."""
+    """The rewards of one process, computed from the store's data."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Scorer:
         await self._open.wait()
         if self.turns is not None:
             for item in command.items:
-                await self._ask_environment(self.turns, order, item)
+                await self._give_turn(self.turns, order, item)
             return
         wanted = [item.trajectory_id for item in command.items]
         try:
@@ -114,16 +114,16 @@ class Scorer:
             results = await self.pool.compute_rewards(call)
         except RewardWorkerLost as error:
             for item in command.items:
-                self._report_failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
+                self.report_failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
             return
         await self._put_rewards(
             order, command.items, rows, [text for text, _ in completions], results
         )
 
-    async def _ask_environment(
+    async def _give_turn(
         self, turns: Turns, order: cmd.Envelope, item: cmd.PlacedTrajectory
     ) -> None:
-        """Ask the environment of one trajectory; if it was answered before, only report that."""
+        """Give a session its turn; if it has answered before, only report that."""
         try:
             (row,) = await self.store.fetch([item.trajectory_id], with_prompt=True)
         except TokensRemoved as gone:
@@ -132,7 +132,7 @@ class Scorer:
         if row.placement != item.placement or row.end is not None:
             return
         if row.status == "open":
-            return self._report_continued(order, item, len(row.contexts))
+            return self.report_requested(order, item, len(row.contexts))
         if row.status == "rewarded":
             reason = row.reward_reason or RewardOutcome.OK
             found = RewardResult(row.reward, reason, "", dict(row.extras))
@@ -141,7 +141,7 @@ class Scorer:
         try:
             answer = await turns.answer_turn(item, row)
         except SessionLost as lost:
-            return self._report_failed(order, item, lost.reason, str(lost))
+            return self.report_failed(order, item, lost.reason, str(lost))
         if isinstance(answer, NextTurn):
             await self._continue_turn(turns, order, item, row, answer)
         else:
@@ -159,12 +159,13 @@ class Scorer:
         stored = await turns.store_context(item, turn, answer)
         await self.host.hit_failpoint("rollout-rewarded")
         if stored.answer == "ok":
-            self._report_continued(order, item, turn)
+            self.report_requested(order, item, turn)
         elif stored.answer == "refused":
-            self._report_failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
+            self.report_failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
 
-    def _report_continued(self, order: cmd.Envelope, item: cmd.PlacedTrajectory, turn: int) -> None:
-        event = ev.TurnFinished(
+    def report_requested(self, order: cmd.Envelope, item: cmd.PlacedTrajectory, turn: int) -> None:
+        """Report that a session requests a turn, whose context the store has."""
+        event = ev.TurnRequested(
             trajectory_id=item.trajectory_id, placement=item.placement, turn=turn
         )
         self.host.emit(event, event_seq=order.cause, trajectory=item.trajectory_id, turn=turn)
@@ -184,9 +185,7 @@ class Scorer:
             try:
                 (result,) = await self.pool.compute_rewards(call)
             except RewardWorkerLost as error:
-                return self._report_failed(
-                    order, item, FailureReason.REWARD_WORKER_LOST, str(error)
-                )
+                return self.report_failed(order, item, FailureReason.REWARD_WORKER_LOST, str(error))
         await self._put_rewards(order, (item,), [row], [answer.text], [result], answer)
 
     async def _put_rewards(
@@ -219,7 +218,7 @@ class Scorer:
             if stored.answer in ("ok", "already"):
                 self._report_rewarded(order, item, row, stored, result)
             elif stored.answer == "refused":
-                self._report_failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
+                self.report_failed(order, item, FailureReason.STORE_REFUSED, stored.reason)
 
     def _report_rewarded(
         self,
@@ -232,7 +231,7 @@ class Scorer:
         """Report the stored reward, which may be an earlier one than `result`."""
         reason = stored.reward_reason or RewardOutcome.OK
         if stored.reward is None:
-            return self._report_failed(
+            return self.report_failed(
                 order, item, FailureReason.UNSCORED, "no reward function could score it"
             )
         truncated = is_cut_off(stored.finish_reason)
@@ -270,7 +269,7 @@ class Scorer:
         )
         return detail[:500]
 
-    def _report_failed(
+    def report_failed(
         self, order: cmd.Envelope, item: cmd.PlacedTrajectory, reason: FailureReason, detail: str
     ) -> None:
         """Report a failure, unless this process ends: its workers and sessions end with it.

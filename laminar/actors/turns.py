@@ -1,11 +1,10 @@
-"""A multi-turn trajectory in its replica: the engine's input, and the environment's answers.
+"""A trajectory with turns: the engine's input, and the answers of its session.
 
 Reads   answers of the store to an opening or to a fetch
 Writes  prompts and contexts, tool calls (through the store)
-Gives   Environments, the port; Turn, the input from which the engine continues; Turns
+Gives   TurnSessions, the port; Turn, the input from which the engine continues; Turns
 
-The engine does not know turns: all text before the present turn is its prompt. A separate module,
-because both rollout.py and scoring.py call it.
+The engine does not know turns: all text before the present turn is its prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
 from laminar.actors.host import Host
@@ -39,7 +37,7 @@ Ids = tuple[int, ...]
 
 
 class TurnSessions(Protocol):
-    """The sessions of one replica."""
+    """The sessions of one host."""
 
     async def start(self) -> None:
         """Get ready to open sessions; ConfigError."""
@@ -93,27 +91,24 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 class Turns:
-    """The environments of one replica, connected to the store."""
+    """The sessions of one host, connected to the store."""
 
-    def __init__(self, host: Host, store: StoreClient, environments: TurnSessions) -> None:
-        self.host, self.store, self.environments = host, store, environments
+    def __init__(self, host: Host, store: StoreClient, sessions: TurnSessions) -> None:
+        self.host, self.store, self.sessions = host, store, sessions
         self.config: Config = host.config
 
-    async def open_session(
-        self, command: cmd.GenerateTrajectory, opened: m.OpenResult
-    ) -> m.OpenResult | None:
-        """Open the session of a trajectory without tokens; return it with the durable prompt.
+    async def open_session(self, command: cmd.OpeningCommand, opened: m.OpenResult) -> bool:
+        """Open a session and store its prompt; return False if another placement has it.
 
-        The environment may change the prompt. None: another placement has the trajectory.
         SessionLost.
         """
         if opened.num_tokens or opened.contexts or opened.own_prompt:
-            return opened  # its session is elsewhere, or lost, which the next turn will find
+            return True  # it was started before
         reply = await self.store.fetch([command.trajectory_id], with_prompt=True)
         session = self._make_session(reply[0])
-        prompt_ids = await self.environments.reset(session)
+        prompt_ids = await self.sessions.reset(session)
         if prompt_ids is None:
-            return opened
+            return True
         room = self.config.env.max_context_tokens + self.config.data.max_prompt_length
         if len(prompt_ids) > room:
             raise SessionLost(
@@ -124,9 +119,9 @@ class Turns:
         kept = await self._store_prompt(command, tokens)
         if kept.answer == "refused":
             raise SessionLost(kept.reason)
-        return msgspec.structs.replace(opened, prompt_ids=tokens) if kept.answer == "ok" else None
+        return kept.answer == "ok"
 
-    async def _store_prompt(self, command: cmd.GenerateTrajectory, tokens: bytes) -> m.Result:
+    async def _store_prompt(self, command: cmd.OpeningCommand, tokens: bytes) -> m.Result:
         item = m.ContextItem(
             trajectory_id=command.trajectory_id, placement=command.placement, turn=0, tokens=tokens
         )
@@ -166,7 +161,7 @@ class Turns:
                 raise SessionLost(noted.reason or noted.answer)
             await self.host.hit_failpoint("rollout-noted")
 
-        answer = await self.environments.answer_turn(call, intend)
+        answer = await self.sessions.answer_turn(call, intend)
         await self.host.hit_failpoint("rollout-called")
         return answer
 

@@ -114,11 +114,12 @@ def _describe_activity(status: dict[str, Any], name: str) -> str:
         return str(status.get("trainer", ""))
     if (replica := status.get("replicas", {}).get(name)) is not None:
         said = f"{replica['doing']}, " if replica["doing"] else ""
-        begins = f", {replica['resetting']} in reset" if replica["resetting"] else ""
         return (
             f"{said}version {replica['version']}, {replica['running']} running, "
-            f"{replica['waiting']} waiting{begins}"
+            f"{replica['waiting']} waiting"
         )
+    if (host := status.get("hosts", {}).get(name)) is not None:
+        return f"{host['sessions']} sessions, {host['sampled']} of them in an engine"
     return ""
 
 

@@ -305,10 +305,16 @@ def _check_environment(c: Config) -> None:
     if c.agents.run:
         _check_agent(c)
     _check_nesting(c)
-    if c.max_sessions < c.rollout.max_num_seqs:
+    hosts = sum(map(c.has_host, range(c.run.nodes)))
+    if c.agents.hosts > c.run.nodes:
         raise ConfigError(
-            f"env.max_sessions = {env.max_sessions} is smaller than rollout.max_num_seqs = "
-            f"{c.rollout.max_num_seqs}: each sequence has a session; raise it, or give 0"
+            f"agents.hosts = {c.agents.hosts} is more than run.nodes = {c.run.nodes}: lower it, or "
+            "give 0"
+        )
+    if c.max_sessions * hosts < c.rollout.group_size:
+        raise ConfigError(
+            f"agents.max_sessions = {c.agents.max_sessions} on {hosts} hosts is less than "
+            f"rollout.group_size = {c.rollout.group_size}: no group can start; raise it, or give 0"
         )
 
 

@@ -90,9 +90,6 @@ class EnvConfig(Section, frozen=True, kw_only=True):
         Literal["at-most-once", "retryable"],
         doc("tool calls of a lost session; at-most-once: never repeated; retryable: repeated"),
     ] = "at-most-once"
-    max_sessions: Annotated[
-        Natural, doc("sessions of a replica; 0: 2 x (rollout.max_num_seqs + rollout.group_size)")
-    ] = 0
     max_turns: Annotated[Count, doc("turns of a response at most")] = 10
     max_context_tokens: Annotated[
         Count, doc("context tokens of one response: tool results or messages, with their template")
@@ -110,8 +107,17 @@ class EnvConfig(Section, frozen=True, kw_only=True):
 
 
 class AgentsConfig(Section, frozen=True, kw_only=True):
-    """Agent, a program that calls a chat API; [env] has its limits; see docs/agents.md."""
+    """Agent, a program that calls a chat API, and the hosts of agents and environments.
 
+    [env] has their limits; see docs/agents.md.
+    """
+
+    hosts: Annotated[
+        Natural, doc("nodes with a host, from the first one; 0: those with replicas")
+    ] = 0
+    max_sessions: Annotated[
+        Natural, doc("sessions of a host; 0: in all 4 x (max_num_seqs + group_size) per replica")
+    ] = 0
     run: Annotated[
         str,
         path_form("code:name"),

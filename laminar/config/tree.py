@@ -394,8 +394,16 @@ class Config(Section, frozen=True, kw_only=True):
         return [
             (role, self.replicas_on(machine) if ROLE_TABLE[role].place == Place.SEVERAL else 1)
             for role in NODE_ROLES
-            if machine == 0 or ROLE_TABLE[role].place != Place.FIRST
+            if {Place.FIRST: machine == 0, Place.CHOSEN: self.has_host(machine)}.get(
+                ROLE_TABLE[role].place, True
+            )
         ]
+
+    def has_host(self, machine: int) -> bool:
+        """Return whether a machine has a host of agents."""
+        hosts = self.agents.hosts
+        chosen = machine < hosts if hosts else self.replicas_on(machine) > 0
+        return self.has_sessions and chosen
 
     @property
     def total_replicas(self) -> int:
@@ -411,11 +419,17 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def max_sessions(self) -> Annotated[int, Decides(absent=0)]:
-        """The sessions of one replica: those that generate, and as many between two turns."""
+        """The sessions of one host: in all thrice as many that work as replicas generate."""
         if not self.has_sessions:
             return 0
-        rollout = self.rollout
-        return self.env.max_sessions or 2 * (rollout.max_num_seqs + rollout.group_size)
+        hosts = sum(map(self.has_host, range(self.run.nodes)))
+        most = 4 * (self.rollout.max_num_seqs + self.rollout.group_size) * self.total_replicas
+        return self.agents.max_sessions or -(-most // max(hosts, 1))
+
+    @property
+    def runs_agents_once(self) -> Annotated[bool, Decides(absent=False)]:
+        """Whether an agent that has started is never run again."""
+        return bool(self.agents.run) and self.env.call_semantics == "at-most-once"
 
     @property
     def groups_per_version(self) -> Annotated[int, Decides()]:

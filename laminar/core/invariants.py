@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from laminar.core import store_orders
 from laminar.core.repack.stragglers import find_engine_reason, standing_of
+from laminar.core.scheduling import sessions
 from laminar.core.scheduling.admission import (
     bound_holds,
     count_free_slots,
@@ -27,7 +28,7 @@ from laminar.core.state.keys import TimerKind
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase, TrajectoryStatus
-from laminar.core.state.transitions import IN_ENGINE
+from laminar.core.state.transitions import GENERATED, IN_ENGINE, WAITING
 from laminar.core.steps.batching import are_steps_done, batch_size, is_trainer_idle
 from laminar.core.versions.broadcast import is_run_ending
 from laminar.events import commands as cmd
@@ -140,7 +141,7 @@ def every_wait_has_an_owner(state: State) -> None:
         if status in IN_ENGINE:
             _require(keys.generate_key(key) in state.orders.commands, trajectory)
             _require(keys.progress_timer(trajectory.replica) in state.orders.timers, trajectory)
-        elif status == TrajectoryStatus.GENERATED and state.run.phase == Phase.RUNNING:
+        elif status in (GENERATED, WAITING) and state.run.phase == Phase.RUNNING:
             _require(_is_being_scored(state, key, trajectory.group), trajectory)
     for replica in state.members.live_replicas():
         pulls = replica.loading + is_streaming(state, replica.name)
@@ -177,7 +178,8 @@ def _check_engines_start(state: State) -> None:
 
 
 def _list_starting(state: State) -> list[str]:
-    found = (a for a in state.members.actors.values() if a.role == Role.ROLLOUT)
+    roles = (Role.ROLLOUT, Role.AGENT)
+    found = (a for a in state.members.actors.values() if a.role in roles)
     return [a.name for a in found if a.alive and not a.ready]
 
 
@@ -300,10 +302,9 @@ def _running_ends(state: State) -> None:
         "no timer for the batch",
     )
     live = [r for r in state.members.live_replicas() if is_serving(state, r)]
-    answered = (cmd.ScoreTrajectories, cmd.ProposeBatch)
-    under_way = _is_replica_busy(state) or any(
-        isinstance(o.command, answered) for o in state.orders.commands.values()
-    )
+    under_way = _is_replica_busy(state) or _is_answer_awaited(state)
+    if state.settings.has_environment and not sessions.list_hosts(state):
+        return _require(_is_host_awaited(state), "no host of sessions works, and none is awaited")
     #: idle replicas may be waiting for new weights
     if under_way or _are_weights_awaited(state) or state.work.lost:
         return
@@ -333,12 +334,10 @@ def _check_evaluation_ends(state: State) -> None:
     )
     due = state.evaluations.due == state.versions.export
     _require(state.versions.export >= 0 and (binds or due), "the export will not be evaluated")
-    scored = any(
-        isinstance(o.command, cmd.ScoreTrajectories) for o in state.orders.commands.values()
-    )
-    answers = _is_replica_busy(state) or scored or bool(state.work.lost)
+    answers = _is_answer_awaited(state) or _is_replica_busy(state) or bool(state.work.lost)
     fed = _are_weights_awaited(state) or _is_trainer_busy(state)
-    way_on = answers or fed or _is_replica_awaited(state)
+    awaited = _is_replica_awaited(state) or _is_host_awaited(state)
+    way_on = answers or fed or awaited
     _require(way_on, "no process works on the last evaluation, and none is awaited")
 
 
@@ -384,6 +383,24 @@ def _is_replica_busy(state: State) -> bool:
     return any(r.running or r.loading for r in state.members.live_replicas())
 
 
+def _is_answer_awaited(state: State) -> bool:
+    """Return whether a reward, a session or a batch strategy is asked, or a session has no host."""
+    answered = (cmd.StartSession, cmd.ScoreTrajectories, cmd.ProposeBatch)
+    asked = any(isinstance(o.command, answered) for o in state.orders.commands.values())
+    return asked or (bool(state.work.unscored) and _is_host_awaited(state))
+
+
+def _is_host_awaited(state: State) -> bool:
+    starts = keys.START in state.orders.timers or _is_starting(state, Role.AGENT)
+    return starts or _is_role_awaited(state, Role.AGENT)
+
+
+def _is_starting(state: State, role: Role) -> bool:
+    """Return whether a process of this role is to be ready in time."""
+    timed = (name for name in _list_starting(state) if name.startswith(role))
+    return any(keys.progress_timer(name) in state.orders.timers for name in timed)
+
+
 def _are_weights_awaited(state: State) -> bool:
     if keys.WEIGHTS in state.orders.timers or _is_role_awaited(state, Role.RELAY):
         return True
@@ -392,7 +409,7 @@ def _are_weights_awaited(state: State) -> bool:
 
 def _is_replica_awaited(state: State) -> bool:
     """Return whether a replica is restarting, its engine starts, or the start still waits."""
-    starts = any(keys.progress_timer(name) in state.orders.timers for name in _list_starting(state))
+    starts = _is_starting(state, Role.ROLLOUT)
     return starts or keys.START in state.orders.timers or _is_role_awaited(state, Role.ROLLOUT)
 
 
@@ -477,6 +494,8 @@ def indexes_match_state(state: State) -> None:
     _require(kept.fetched == made.fetched, "fetched", kept.fetched)
     _require(kept.from_afar == made.from_afar, "from afar", kept.from_afar)
     _require(kept.lengths == made.lengths, "lengths", kept.lengths)
+    hosted = {host: found for host, found in kept.sessions.items() if found}
+    _require(hosted == made.sessions, "sessions", hosted)
     _require(
         kept.lost.to_comparable() == made.lost.to_comparable(),
         "lost work",

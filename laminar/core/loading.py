@@ -343,7 +343,7 @@ def _can_pull(state: State, replica: Replica) -> bool:
 
 
 def _is_turn_awaited(state: State, replica: Replica) -> bool:
-    """Return whether a trajectory awaits its environment here and then needs the loaded version.
+    """Return whether a session that had its last turn here needs the loaded version for the next.
 
     In flight only an evaluation sample needs it."""
     if not state.settings.has_environment:
@@ -352,7 +352,7 @@ def _is_turn_awaited(state: State, replica: Replica) -> bool:
         state.work.trajectories[t] for t in indexes_of(state).trajectories.get(replica.name, ())
     )
     return any(
-        t.status in (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
+        t.status in (TrajectoryStatus.WAITING, TrajectoryStatus.LOST)
         and t.version == replica.version
         and not goes_anywhere(state, t)
         for t in here

@@ -174,12 +174,10 @@ class _UntouchedReplicas:
 
     def find_least_loaded(self) -> Replica | None:
         """Return the least loaded replica that takes a group."""
-        index, size = indexes_of(self._state).replicas, self._state.settings.group_size
+        index, settings = indexes_of(self._state).replicas, self._state.settings
+        size = 0 if settings.has_environment else settings.group_size  #: slots that a group takes
         while kinds := index.filter_kinds(self._may_admit):
             replica = index.find_least_loaded(kinds, size, self._but)
-            if replica is not None and not admission.has_sessions(self._state, replica, size):
-                self._but = {**self._but, replica.name: None}
-                continue
             if replica is None or not has_room_for_group(self._state, replica):
                 return None  # the others have no fewer
             if admission.is_admitting(self._state, replica):

@@ -75,7 +75,7 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
         migration.release_expired(ctx, command)
     elif (
         command.to in state.members.replicas
-        or isinstance(command, cmd.EndTrajectories)
+        or isinstance(command, (cmd.EndTrajectories, cmd.StartSession, cmd.ScoreTrajectories))
         or step_replay.may_be_lost(state, command.to)
     ):
         ctx.restart_actor(command.to, f"{what} was not done in time")

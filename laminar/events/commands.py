@@ -153,8 +153,28 @@ class PlacedTrajectory(Item, frozen=True, kw_only=True, omit_defaults=True):
     placement: int
 
 
+class StartSession(Command, frozen=True, kw_only=True):
+    """Start the session of a trajectory, up to the first turn that it requests."""
+
+    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
+    group: GroupId
+    sibling: int
+    purpose: Purpose
+    row_index: int
+    attempt: int
+    placement: int
+    version: int  #: oldest weights that may sample its first turn
+    version_step: int = msgspec.field(name="step")
+
+
+OpeningCommand: TypeAlias = GenerateTrajectory | StartSession
+"""A command whose actor opens the trajectory in the store, which fences lower placements."""
+
+
 class ScoreTrajectories(Command, frozen=True, kw_only=True):
-    """Reward generated trajectories of one group (all of it when rewards are group-scored)."""
+    """Reward generated trajectories of one group (all of it when rewards are group-scored).
+
+    A session gets the turn instead, and requests another one or ends."""
 
     group: GroupId
     row_index: int
@@ -163,10 +183,11 @@ class ScoreTrajectories(Command, frozen=True, kw_only=True):
 
 
 class AbortTrajectories(Command, frozen=True, kw_only=True):
-    """Stop generating these placements and lower ones of their trajectories; no event ends this."""
+    """Stop generating these placements and lower ones, or end the sessions of their trajectories.
+
+    No event ends this."""
 
     items: tuple[PlacedTrajectory, ...]
-    sessions: bool = False  #: whether their environments' sessions end, too
 
 
 class ReleaseTrajectories(Command, frozen=True, kw_only=True):

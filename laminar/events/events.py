@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from laminar.events.base import Event, get_tag
 from laminar.events.of_actors import *  # noqa: F403
+from laminar.events.of_agents import *  # noqa: F403
 from laminar.events.of_coordinator import *  # noqa: F403
 from laminar.events.of_relay import *  # noqa: F403
 from laminar.events.of_rollout import *  # noqa: F403

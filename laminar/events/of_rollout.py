@@ -107,7 +107,7 @@ class TrajectoriesReleased(Event, frozen=True, kw_only=True):
     command_id: int
 
 
-@ends_commands(cmd.GenerateTrajectory, cmd.ScoreTrajectories)
+@ends_commands(cmd.GenerateTrajectory, cmd.StartSession, cmd.ScoreTrajectories)
 class TrajectoryFailed(Event, frozen=True, kw_only=True):
     """A trajectory cannot be trained (refused log-probs, unscored, reward worker lost)."""
 
@@ -115,15 +115,6 @@ class TrajectoryFailed(Event, frozen=True, kw_only=True):
     placement: int
     reason: FailureReason
     detail: str
-
-
-@ends_commands(cmd.ScoreTrajectories)
-class TurnFinished(Event, frozen=True, kw_only=True):
-    """A turn is over and its environment has answered: the store has the answer as context."""
-
-    trajectory_id: TrajectoryId = msgspec.field(name="trajectory")
-    placement: int
-    turn: int  #: number of the next turn, from 1
 
 
 @ends_commands(cmd.ScoreTrajectories)

@@ -251,6 +251,9 @@ class ProgressPanel:
         table.add_row("trainer", f"{status['trainer']}, {ready}, {rate}")
         if status["replicas"]:
             table.add_row("replicas", _describe_replicas([*status["replicas"].values()]))
+        if hosts := [*status["hosts"].values()]:
+            counts = (f"{sum(host[what] for host in hosts)} {what}" for what in hosts[0])
+            table.add_row("agents", ", ".join(counts))
         for facts in status["evaluations"][-3:]:
             table.add_row("evaluation", f"after step {facts['step']}: {format_evaluation(facts)}")
         return table
@@ -317,7 +320,6 @@ def _describe_replicas(replicas: list[dict[str, Any]]) -> str:
     """Return the number of replicas by activity, and sums over them; status.json has each."""
     doing = Counter(replica["doing"] for replica in replicas)
     counts = [(sum(r[what] for r in replicas), what) for what in ("running", "waiting")]
-    counts.append((sum(r["resetting"] for r in replicas), "in reset"))
     engines = [engine for replica in replicas if (engine := replica["engine"])]
     capacity = sum(engine["kv_capacity_tokens"] for engine in engines)
     used = sum(engine["kv_used_tokens"] for engine in engines)

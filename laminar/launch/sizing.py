@@ -50,7 +50,7 @@ def derive_sequences(
     except EngineError:  # reported with its key by check_engine
         return {}
     count = choose_sequences(count_cache_tokens(config, sizes, gpu_bytes), config.max_model_len)
-    return {"rollout.max_num_seqs": min(count, config.env.max_sessions or count)}
+    return {"rollout.max_num_seqs": min(count, config.agents.max_sessions or count)}
 
 
 def choose_sequences(cache_tokens: int, row_tokens: int) -> int:

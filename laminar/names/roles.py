@@ -26,6 +26,7 @@ class Role(StrEnum):
     TRAINER = "trainer"
     RELAY = "relay"
     ROLLOUT = "rollout"
+    AGENT = "agent"
 
 
 class Place(Enum):
@@ -35,6 +36,7 @@ class Place(Enum):
     FIRST = auto()
     EACH = auto()
     SEVERAL = auto()  #: each has as many as replicas
+    CHOSEN = auto()  #: those of agents.hosts, if trajectories have sessions
 
 
 class Restart(StrEnum):
@@ -107,12 +109,17 @@ ROLE_TABLE: dict[str, RoleRecord] = {
     ),
     Role.ROLLOUT: RoleRecord(
         reports=("replica-ready", "weights-loaded", "weights-rejected", "version-missing",
-                 "checkpoint-refused", "trajectory-started", "token-progress", "turn-finished",
+                 "checkpoint-refused", "trajectory-started", "token-progress",
                  "trajectory-finished", "trajectories-released", "trajectory-failed",
                  "trajectory-rewarded"),
         carries_out=("pull-weights", "generate-trajectory", "score-trajectories",
                      "abort-trajectories", "release-trajectories"),
         place=Place.SEVERAL, loss=Loss.ENDS_WITH_LAST,
+    ),
+    Role.AGENT: RoleRecord(
+        reports=("agent-ready", "turn-requested", "trajectory-failed", "trajectory-rewarded"),
+        carries_out=("start-session", "score-trajectories", "abort-trajectories"),
+        place=Place.CHOSEN, loss=Loss.ENDS_WITH_LAST, is_back_ready=True,
     ),
 }  # fmt: skip
 

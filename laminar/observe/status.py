@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from laminar.core.scheduling.admission import find_full_resource, find_not_admitted_reason
+from laminar.core.scheduling.sessions import list_hosts
 from laminar.core.state import keys
 from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.indexes import indexes_of, is_streaming
@@ -25,7 +26,8 @@ from laminar.core.state.members import Replica
 from laminar.core.state.process_failures import ProcessFailures
 from laminar.core.state.replica_index import Kind
 from laminar.core.state.state import State
-from laminar.core.state.statuses import Phase, TrajectoryStatus
+from laminar.core.state.statuses import Phase
+from laminar.core.state.transitions import IN_ENGINE
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names.roles import Role
@@ -104,6 +106,7 @@ class StatusWriter:
             "groups_ready": len(state.work.ready),
             "trainer": _describe_trainer(state),
             "replicas": self._describe_replicas(state),
+            "hosts": {name: _count_sessions(state, name) for name in list_hosts(state)},
             "evaluations": [describe_evaluation(result) for result in state.evaluations.results],
             "evaluating": state.evaluations.running is not None,
             "export": state.versions.export_path,
@@ -132,7 +135,7 @@ class StatusWriter:
         """
         doing: dict[Kind | None, str] = {}
         shown = {}
-        index, has_environment = indexes_of(state).replicas, state.settings.has_environment
+        index = indexes_of(state).replicas
         group_size = state.settings.group_size  # capacity includes a group that waits
         for name, replica in state.members.replicas.items():
             kind = index.get_kind(name)
@@ -140,14 +143,11 @@ class StatusWriter:
                 refused = find_not_admitted_reason(state, replica) or "admitting"
                 begins = state.run.phase == Phase.STARTING
                 doing[kind] = "pulling" if replica.loading else "starting" if begins else refused
-            resetting = _count_resetting(state, replica) if has_environment else 0
-            begun = len(replica.running) - resetting
-            waiting = max(begun - max(replica.capacity - group_size, 1), 0)
+            waiting = max(len(replica.running) - max(replica.capacity - group_size, 1), 0)
             shown[name] = {
                 "version": replica.version,
-                "running": begun - waiting,
+                "running": len(replica.running) - waiting,
                 "waiting": waiting,
-                "resetting": resetting,
                 "doing": _describe_activity(state, replica, doing[kind]),
                 "engine": self._gauges.get_gauges(name),
             }
@@ -157,8 +157,7 @@ class StatusWriter:
 def _describe_activity(state: State, replica: Replica, doing: str) -> str:
     """Return the activity of one replica, given that of its kind.
 
-    A replica may stream; with an environment, whose sessions hold no slot while they wait for
-    tools, the limit that binds is named.
+    A replica may stream; where trajectories have sessions, their limit is named if it binds.
     """
     if is_streaming(state, replica.name):
         return "streaming"
@@ -187,10 +186,10 @@ def _list_awaited(state: State) -> list[str]:
     ]
 
 
-def _count_resetting(state: State, replica: Replica) -> int:
-    """Return the trajectories that hold a place in the engine while their environment resets."""
-    known = state.work.trajectories
-    return sum(known[name].status == TrajectoryStatus.DISPATCHED for name in replica.running)
+def _count_sessions(state: State, host: str) -> dict[str, int]:
+    """Count the sessions of a host, and those of them that a replica samples a turn for."""
+    mine = [state.work.trajectories[name] for name in indexes_of(state).sessions.get(host, ())]
+    return {"sessions": len(mine), "sampled": sum(t.status in IN_ENGINE for t in mine)}
 
 
 def format_left_out(part: ev.ExcludedRows) -> str:

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from laminar.actors.scoring import Scorer
-from laminar.actors.system.replica import make_reward_pool, user_output
+from laminar.actors.system.reward_output import make_reward_pool, user_output
 from laminar.core.state.scores import bits_of
 from laminar.events import commands as cmd
 from laminar.events import events as ev

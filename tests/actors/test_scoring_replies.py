@@ -231,7 +231,7 @@ class Turns:
 
 @pytest.mark.parametrize(
     ("answer", "told"),
-    [("ok", [ev.TurnFinished]), ("fenced", []), ("refused", [ev.TrajectoryFailed])],
+    [("ok", [ev.TurnRequested]), ("fenced", []), ("refused", [ev.TrajectoryFailed])],
 )
 async def test_a_turn_is_told_once_the_store_has_its_context(
     tmp_path: Path, answer: str, told: list[type]

@@ -53,7 +53,7 @@ class Asked:
 
 async def asked(run_dir: Path, row: m.StoredTrajectory, *settings: str) -> TurnCall:
     environment = Asked()
-    host = FakeHost(run_dir, "rollout-0", *LIMITS, *settings)
+    host = FakeHost(run_dir, "agent-0", *LIMITS, *settings)
     turns = Turns(host, None, environment)  # type: ignore[arg-type]
     placed = cmd.PlacedTrajectory(trajectory_id=TrajectoryId(row.trajectory_id), placement=3)
     await turns.answer_turn(placed, row)

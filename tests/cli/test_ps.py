@@ -28,10 +28,11 @@ STATUS = {
     "failure": "",
     "trainer": "waiting",
     "replicas": {
-        "rollout-0": {"doing": "pulling", "version": 2, "running": 4, "waiting": 1, "resetting": 0},
-        "rollout-10": {"doing": "", "version": 3, "running": 0, "waiting": 0, "resetting": 0},
-        "rollout-9": {"doing": "", "version": 3, "running": 0, "waiting": 0, "resetting": 2},
+        "rollout-0": {"doing": "pulling", "version": 2, "running": 4, "waiting": 1},
+        "rollout-10": {"doing": "", "version": 3, "running": 0, "waiting": 0},
+        "rollout-9": {"doing": "", "version": 3, "running": 0, "waiting": 0},
     },
+    "hosts": {"agent-0": {"sessions": 9, "sampled": 4}},
     "awaited": ["rollout-0"],
     "silent_nodes": [],
     "processes": {"rollout-0": 1, "rollout-10": 2, "rollout-9": 2, "trainer-0": 3},
@@ -85,7 +86,7 @@ def test_processes_are_shown_with_what_they_do_and_where(
     assert rows[0].split()[1:] == [os.uname().nodename, str(os.getpid())]
     assert rows[1].endswith("waiting")
     assert rows[2].endswith("lost, restart pending")
-    assert rows[3].endswith("version 3, 0 running, 0 waiting, 2 in reset")
+    assert rows[3].endswith("version 3, 0 running, 0 waiting")
     assert rows[4].endswith("version 3, 0 running, 0 waiting")
 
 

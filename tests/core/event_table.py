@@ -23,7 +23,7 @@ from laminar.core.state.state import State, decode, encode, hash_state
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-from laminar.names.roles import ACTOR_ROLES
+from laminar.names.roles import ACTOR_ROLES, Role
 from tests.core.event_probes import fitting, spoiled
 from tools.kit.event_cells import PHASES, TRAJECTORY_EVENTS, Cell, StatusCell
 from tools.kit.random_worlds import environment_world, failing_world, random_world
@@ -71,6 +71,7 @@ class Sampler:
         self._left |= dict.fromkeys(kinds, situations // 13 + 1)
         self._left["releasing"] = situations // 40 + 1  # seldom met
         self._left["joined"] = 2
+        self._left |= {f"{phase} with hosts": 3 for phase in PHASES}
         self._left["loading"] = self._left["repeating"] = 2
         self._seen: Counter[str] = Counter()
 
@@ -85,7 +86,9 @@ class Sampler:
         orders = state.orders
         kind = state.run.phase
         roles = {actor.role for actor in state.members.actors.values()}
-        if kind == Phase.STARTING and roles >= set(ACTOR_ROLES):
+        if Role.AGENT in roles and self._left[f"{kind} with hosts"]:
+            kind = f"{kind} with hosts"
+        elif kind == Phase.STARTING and roles >= {*ACTOR_ROLES} - {Role.AGENT}:
             kind = "joined"
         elif "load" in orders.commands or "repeat" in orders.commands:
             kind = "loading" if "load" in orders.commands else "repeating"

@@ -44,13 +44,13 @@ def test_every_event_is_handled_somewhere(verdicts: Verdicts) -> None:
 
 def test_trajectories_follow_their_table(verdicts: Verdicts) -> None:
     """Seen from outside: which event about a trajectory of which status may change anything."""
-    started, finished, failed, rewarded, continues = TRAJECTORY_EVENTS
+    started, finished, failed, rewarded, requested = TRAJECTORY_EVENTS
     legal = {
         started: {"dispatched", "releasing"},
         finished: {"dispatched", "running", "releasing"},
-        failed: {"dispatched", "running", "generated", "releasing", "lost"},
-        rewarded: {"generated"},
-        continues: {"generated"},
+        failed: {"dispatched", "running", "generated", "releasing", "lost", "waiting"},
+        rewarded: {"generated", "waiting"},
+        requested: {"waiting"},
     }
     for cell, found in verdicts.items():
         if isinstance(cell, StatusCell):

@@ -100,7 +100,7 @@ def test_every_command_is_decided(
     good_runs: list[World], failing_runs: list[World], pausing_runs: list[World]
 ) -> None:
     """A command that no event leads to would be dead."""
-    runs = (*good_runs, *failing_runs, *pausing_runs)
+    runs = (*good_runs, *failing_runs, *pausing_runs, environment_world(0).run())
     decided = {type(c) for world in runs for _, commands in world.log for c in commands}
     assert decided == set(cmd.ALL_COMMANDS)
 
@@ -129,8 +129,7 @@ def test_runs_with_weights_in_flight_end_with_three_books_that_agree() -> None:
 
 
 def test_runs_with_turns_end_with_three_books_that_agree() -> None:
-    """Environments answer, late, twice, or with their session lost; each score order goes to the
-    replica that has the session, and no held-out answer changes its weights."""
+    """Sessions answer, late, twice, or are lost; no held-out answer changes its weights."""
     turns, seen = 0, Counter[str]()
     for seed in range(8):
         world = environment_world(seed).run()

@@ -24,9 +24,9 @@ from tools.kit.run_directory import CLOCK_NS, world_log
 STATUS: dict[str, Any] = {
     "phase": "running", "seconds": 12.0, "step": 3, "total_steps": 6, "reward": 0.0,
     "tokens_per_s": 100.0, "staleness_mean": 0.0, "staleness_max": 0, "newest_version": 3,
-    "groups_ready": 0, "trainer": "waiting", "replicas": {}, "evaluations": [], "failure": "",
-    "reward_errors": None, "left_out": [], "warnings": [], "silent_nodes": [], "awaited": [],
-    "lost_by": {"trainer-0": "killed by SIGKILL"}, "processes": {}, "repack": None,
+    "groups_ready": 0, "trainer": "waiting", "replicas": {}, "hosts": {}, "evaluations": [],
+    "failure": "", "reward_errors": None, "left_out": [], "warnings": [], "silent_nodes": [],
+    "awaited": [], "lost_by": {"trainer-0": "killed by SIGKILL"}, "processes": {}, "repack": None,
 }  # fmt: skip
 ERRORS = {
     "answers": 40, "by_reason": {"timeout": 1, "error": 9},
@@ -40,7 +40,7 @@ TOLD = {
 }  # fmt: skip
 REPLICAS = {
     f"rollout-{i}": {
-        "version": 3, "running": 64, "waiting": 8 * i, "resetting": 0,
+        "version": 3, "running": 64, "waiting": 8 * i,
         "doing": ("admitting", "draining")[i],
         "engine": {"kv_used_tokens": 250, "kv_capacity_tokens": 1_000} if i else None,
     }
@@ -182,15 +182,18 @@ def test_the_time_that_is_left_follows_the_pace_of_the_last_steps() -> None:
 def test_of_many_replicas_the_sums_are_told(tmp_path: Path) -> None:
     many = {
         f"rollout-{i}": {
-            "version": 3 + i % 2, "running": 64, "waiting": i % 2, "resetting": i % 2,
+            "version": 3 + i % 2, "running": 64, "waiting": i % 2,
             "doing": "admitting",
             "engine": {"kv_used_tokens": 50 * (i % 2), "kv_capacity_tokens": 100},
         }
         for i in range(256)
     }  # fmt: skip
-    panel = " ".join(drawn(tmp_path, [{"replicas": many}], terminal=True).split())
-    counts = "256 admitting; 16384 running, 128 waiting, 128 in reset, 25% of the caches"
+    hosts = {f"agent-{i}": {"sessions": 64, "sampled": i} for i in range(4)}
+    status = {"replicas": many, "hosts": hosts}
+    panel = " ".join(drawn(tmp_path, [status], terminal=True).split())
+    counts = "256 admitting; 16384 running, 128 waiting, 25% of the caches"
     assert counts in panel and "rollout-0" not in panel
+    assert "256 sessions, 6 sampled" in panel
 
 
 def test_a_shaped_reward_shows_its_mean_score_and_what_went_wrong_is_named() -> None:

@@ -88,6 +88,6 @@ def test_a_cluster_counts_with_gpus_that_it_cannot_ask(large: Path) -> None:
 
 
 def test_sequences_stay_within_the_sessions(large: Path, tmp_path: Path) -> None:
-    asked = {"rollout__engine": "vllm", "env__path": "e.py", "env__max_sessions": 200}
+    asked = {"rollout__engine": "vllm", "env__path": "e.py", "agents__max_sessions": 200}
     assert sizing.derive_sequences(config(large, **asked), H100)["rollout.max_num_seqs"] == 200
     assert not sizing.derive_sequences(config(tmp_path, **asked), H100)  # the checks refuse it

@@ -26,7 +26,6 @@ import numpy as np
 import psutil
 
 from laminar.names.failpoint_names import POINTS
-from laminar.names.roles import Role
 from laminar.run.fail_points import STOP_VARIABLE
 from laminar.run.lock import holders
 from tools.kit.real_run import POLL_S, WAIT_S, BadRun, Run, check
@@ -114,7 +113,7 @@ class Kills:
     def __init__(self, home: Path, effects: str, victim: str = "") -> None:
         """`home`: of the tool's file, its calls and marks, and the run's directory.
 
-        `victim`: "replica" or "store"; empty: nothing is killed.
+        `victim`: the role of the processes that are killed; empty: nothing is killed.
         """
         self.home, self.victim, self.chance = home, victim, random.Random(0)
         places = PLACES if victim else ()
@@ -192,8 +191,8 @@ class Kills:
 
     def _victims(self, training: Run, stopped: int) -> list[int]:
         """Process ids; none where there is no such process now."""
-        role = Role.ROLLOUT if self.victim == "replica" else Role.STORE
-        pids = [h.pid for h in holders(training.run_dir) if h.name.partition("-")[0] == role]
+        held = holders(training.run_dir)
+        pids = [h.pid for h in held if h.name.partition("-")[0] == self.victim]
         return [pid for pid in pids if pid in (stopped, *_ancestors(stopped))] or pids
 
 
@@ -319,7 +318,7 @@ def problems_of(kills: Kills, stored: Stored, reference: Stored) -> list[str]:
     differ = sorted(name for name, value in both.items() if value != should[name])
     problems = [f"{name} differs from the run without kills" for name in differ[:5]]
     could = min(len(stored.scored), len(should))  # the longer run has trajectories of its own
-    if len(both) < could // 2:
+    if len(both) < could // 8:  # sessions of a killed host begin again, with other numbers
         problems.append(f"{len(both)} of {could} trajectories could be compared")
     scored = [name for name, reward in stored.dropped if reward is not None]
     problems += [f"{name} was dropped and has a score" for name in scored]

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from laminar.events import events as ev
+from laminar.names.roles import Role
 from laminar.tasks.data.tokenizer import load_tokenizer
 from tests.run.call_kills import PLACES, Kills, Stored, problems_of
 from tests.run.conftest import ROOT, Finished, check_books, history, laminar, train
@@ -42,7 +43,7 @@ class Killer:
         pass
 
     def add(self, a: int, b: int) -> int:
-        '''Add two whole numbers. The third call of all kills the replica, with its work half done.
+        '''Add two whole numbers. The third call of all kills the host, with its work half done.
 
         Args:
             a: The first number.
@@ -127,7 +128,7 @@ def test_turns_are_answered_and_the_books_agree(tmp_path: Path) -> None:
     run = train(tmp_path, *SMALL, config=CONFIG)
     assert run.code == 0, run.output
     check_books(run)
-    continued = [e for e in history(run.directory) if isinstance(e, ev.TurnFinished)]
+    continued = [e for e in history(run.directory) if isinstance(e, ev.TurnRequested) and e.turn]
     assert continued and run.summary["steps"] == 3
     calls = run.summary["calls"]
     assert calls["made"] == sum(calls["by_end"].values()) == len(effects(run))
@@ -147,19 +148,20 @@ def test_who_dies_around_a_call_costs_no_sibling_and_makes_no_call_twice(tmp_pat
     """Against a run without kills: tokens, contexts, scores, and advantages of smaller groups."""
     reference = Stored(Kills(tmp_path / "undisturbed", "retryable").run())
     runs, made = dict[str, Stored](), 0
-    for victim in ("replica", "store"):
+    for victim in (Role.AGENT, Role.ROLLOUT, Role.STORE):
         kills = Kills(tmp_path / victim, "at-most-once", victim)
         runs[victim] = Stored(kills.run())
         assert not problems_of(kills, runs[victim], reference)
         assert kills.kills + len(kills.missed) == len(PLACES)
         made += kills.kills
-    assert runs["replica"].smaller and runs["replica"].lost and not runs["store"].dropped
-    assert made > len(PLACES)
+    assert runs[Role.AGENT].smaller and runs[Role.AGENT].lost
+    assert not runs[Role.ROLLOUT].dropped and not runs[Role.STORE].dropped
+    assert made > 2 * len(PLACES)
 
 
 @pytest.mark.parametrize("call_semantics", ["at-most-once", "retryable"])
 @pytest.mark.parametrize("kind", ["environment", "agent"])
-def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
+def test_a_host_that_dies_in_a_call_repeats_only_what_may_be(
     tmp_path: Path, call_semantics: str, kind: str
 ) -> None:
     tool, log = tmp_path / "killer.py", tmp_path / "log"
@@ -173,9 +175,10 @@ def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
     run = train(tmp_path, *SMALL, *words, config=config)
     assert run.code == 0, run.output
     check_books(run)
-    events = list(history(run.directory))
-    assert any(name.startswith("rollout") for name in run.summary["lost_by"])
-    lost = [e for e in events if isinstance(e, ev.TrajectoryFailed) and e.reason == "env-lost"]
+    assert any(name.startswith("agent") for name in run.summary["lost_by"])
+    with sqlite3.connect(run.directory / "store.sqlite") as database:
+        sql = "SELECT id FROM trajectories WHERE end_reason = 'env-lost'"
+        lost = database.execute(sql).fetchall()
     daemons, noted = [int(pid) for pid in log.read_text().split()], effects(run)
     while any(map(psutil.pid_exists, daemons)):
         time.sleep(0.05)

@@ -7,13 +7,12 @@ relative to the same run without latency, and the reasons why engine slots were 
 The actors, the coordinator and the store are the real ones, in the virtual time of the simulator;
 engines are clocks. Two replicas run 32 sequences each at up to 40 tokens per second. A response has
 one to four turns of 200 tokens in the median. Tool latency is log-normal with a median of 0.5 s and
-below four times its p99. A replica has the default number of sessions: twice as many as its engine
-has slots, plus one group. After 200 s tokens are counted for --window seconds.
+below four times its p99. Hosts have the default number of sessions: four times as many as engines
+have slots for, and a group each. After 200 s tokens are counted for --window seconds.
 
 "idle": the share of engine slots in which nothing was sampled; then the shares of the reasons:
-reset (the slot's environment is still resetting), sessions (all sessions have a trajectory that
-waits for a tool), staleness (the bound allows no new group), draining (a replica finishes its
-trajectories before it loads), other (no room for a whole group, loading).
+sessions (all sessions have a trajectory that waits for a tool), staleness (the bound allows no new
+group), draining (a replica finishes its trajectories before it loads), other (loading).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import argparse
 from collections import Counter
 from typing import NamedTuple
 
-from laminar.core.scheduling.admission import find_not_admitted_reason, has_sessions
+from laminar.core.scheduling.admission import find_full_resource, find_not_admitted_reason
 from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
 from tools.simulator.config import SWARM, Choices, load
@@ -35,7 +34,7 @@ WARM_S, LOOK_S = 200, 1
 REPLICAS, SLOTS, GROUP_SIZE, GROUPS_PER_STEP = 2, 32, 8, 16
 LONG_S = 36_000
 UPDATES = ("in-flight", "drain")
-REASONS = {"staleness-bound": "staleness", "draining": "draining"}
+REASONS = {"staleness-bound": "staleness", "draining": "draining", "sessions": "sessions"}
 
 
 class Seen(NamedTuple):
@@ -125,14 +124,10 @@ def _free(state: State) -> Counter[str]:
     """Count the free slots by the reason why they are idle."""
     found = Counter[str]()
     for replica in state.members.replicas.values():
-        reason = find_not_admitted_reason(state, replica)
-        if not reason and not has_sessions(state, replica, GROUP_SIZE):
-            reason = "sessions"
+        reason = find_not_admitted_reason(state, replica) or find_full_resource(state, replica)
         statuses = Counter(state.work.trajectories[name].status for name in replica.running)
         free = max(SLOTS - statuses[TrajectoryStatus.RUNNING], 0)
-        begin = min(free, statuses[TrajectoryStatus.DISPATCHED])
-        found["reset"] += begin
-        found[REASONS.get(reason, reason if reason == "sessions" else "other")] += free - begin
+        found[REASONS.get(reason or "", "other")] += free
     return found
 
 

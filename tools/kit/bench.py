@@ -82,6 +82,8 @@ class Bench:
             "val_before_train": False,
         }
         self.settings = settings(**(defaults | changes))
+        has_sessions = self.settings.has_environment
+        self.hosts = [str(ids.actor_name("agent", n, 0)) for n in self.nodes if has_sessions]
         self.own(self.started())
 
     @property
@@ -159,6 +161,7 @@ class Bench:
             "relay": ev.RelayReady(address="here", chain_address=f"{name}:1"),
             "trainer": self.trainer_ready(),
             "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
+            "agent": ev.AgentReady(),
         }
         return self.say(name, events[name.rpartition("-")[0]])
 
@@ -171,9 +174,10 @@ class Bench:
 
     def start(self) -> list[Command]:
         """Start all processes, publish and load the first version, and return the last commands."""
-        for name in (*self.nodes, "store-0", *self.relays, "trainer-0", *self.names):
+        actors = ("store-0", *self.relays, "trainer-0", *self.names, *self.hosts)
+        for name in (*self.nodes, *actors):
             self.join(name)
-        for name in ("store-0", *self.relays, "trainer-0", *self.names):
+        for name in actors:
             self.ready(name)
         self.link_all()
         version, step = self.state.data.first_version, self.state.data.first_step
@@ -274,6 +278,21 @@ class Bench:
         """Report that the trajectory's last token is durable."""
         return self.say(self.trajectory(trajectory).replica, self.finished(trajectory, num_tokens))
 
+    def request_turn(self, trajectory: str, turn: int = 0) -> list[Command]:
+        """Report that the trajectory's session requests a turn."""
+        t = self.trajectory(trajectory)
+        requested = ev.TurnRequested(trajectory_id=t.id, placement=t.placement, turn=turn)
+        return self.say(self.scorer_of(t), requested)
+
+    def request_turns(self) -> list[Command]:
+        """Report that all sessions that have not had a turn request one."""
+        waiting = [t.id for t in self.state.work.trajectories.values() if t.status == "waiting"]
+        return [command for name in waiting for command in self.request_turn(name)]
+
+    def scorer_of(self, trajectory: Trajectory) -> str:
+        """Return the host of its session, or else its replica."""
+        return self.state.work.sessions.get(trajectory.id, trajectory.replica)
+
     def finished(self, trajectory: str, num_tokens: int = 10) -> ev.TrajectoryFinished:
         t = self.trajectory(trajectory)
         return ev.TrajectoryFinished(
@@ -287,7 +306,7 @@ class Bench:
     def reward(self, trajectory: str, *score: Any, **changes: Any) -> list[Command]:
         """Report a reward; the arguments are those of `rewarded`."""
         rewarded = self.rewarded(trajectory, *score, **changes)
-        return self.say(self.trajectory(trajectory).replica, rewarded)
+        return self.say(self.scorer_of(self.trajectory(trajectory)), rewarded)
 
     def rewarded(
         self,
@@ -316,7 +335,7 @@ class Bench:
         failed = ev.TrajectoryFailed(
             trajectory_id=t.id, placement=t.placement, reason=reason, detail=""
         )
-        return self.say(t.replica, failed)
+        return self.say(self.scorer_of(t), failed)
 
     def complete(self, *groups: str, scores: tuple[float, ...] = (0.0, 1.0)) -> list[Command]:
         """Generate and reward every sibling of these groups."""

@@ -17,7 +17,9 @@ PHASES = (
     "starting", "running", "exporting", "final-evaluation", "ending", "stopping", "ended",
 )  # fmt: skip
 LIVENESS = ("alive", "fenced", "unknown")
-STATUSES = ("dispatched", "running", "generated", "rewarded", "releasing", "lost", "ending")
+STATUSES = (
+    "dispatched", "running", "generated", "rewarded", "releasing", "lost", "ending", "waiting",
+)  # fmt: skip
 
 
 class Cell(NamedTuple):
@@ -38,7 +40,7 @@ class StatusCell(NamedTuple):
 
 TRAJECTORY_EVENTS = (
     ev.TrajectoryStarted, ev.TrajectoryFinished, ev.TrajectoryFailed, ev.TrajectoryRewarded,
-    ev.TurnFinished,
+    ev.TurnRequested,
 )  # fmt: skip
 #: When a run has ended, no process is alive.
 CELLS = {
@@ -46,4 +48,7 @@ CELLS = {
     *itertools.starmap(Cell, itertools.product(PHASES, ev.ALL_EVENTS, ACTOR_ROLES, LIVENESS[1:])),
     *(Cell(phase, event, COORDINATOR, "alive") for phase in PHASES for event in ev.ALL_EVENTS),
 }
-STATUS_CELLS = set(itertools.starmap(StatusCell, itertools.product(STATUSES, TRAJECTORY_EVENTS)))
+#: With sessions no trajectory is generated, and one that is released is seldom met.
+STATUS_CELLS = {*itertools.starmap(StatusCell, itertools.product(STATUSES, TRAJECTORY_EVENTS))} - {
+    StatusCell(status, ev.TurnRequested) for status in ("generated", "releasing")
+}

@@ -172,6 +172,7 @@ def environment_world(seed: int, kind: type[World] = World) -> World:
         max_sessions=chance.choice([1, 2]) * world.capacity,
         reward_scope="trajectory",
     )
+    world.add_hosts()
     world.faults.turns = chance.choice([0.3, 0.6, 1.0])
     world.faults.repeat_effects = chance.choice([True, False])
     world.faults.lost_answer = chance.choice([0, 0, 0.1])

@@ -72,6 +72,14 @@ class World(Actors):
             name = ids.actor_name("rollout", node, i // nodes)
             made.append(Process(name, "rollout", node))
         self.processes = {process.name: process for process in made}
+        if self.settings.has_environment:
+            self.add_hosts()
+
+    def add_hosts(self) -> None:
+        """Add a host of sessions to each machine."""
+        for node in [p.name for p in self.processes.values() if p.role == "node"]:
+            name = ids.actor_name("agent", node, 0)
+            self.processes[name] = Process(name, "agent", node)
 
     @property
     def state(self) -> State:

@@ -78,6 +78,7 @@ class Actors(Trainers):
                 num_parameters=1, weights_bytes=4, checkpoints=self._checkpoints()
             ),
             "rollout": ev.ReplicaReady(max_num_seqs=self.capacity, kv_capacity_tokens=100),
+            "agent": ev.AgentReady(),
         }
         if process.role in events:
             self.later(process, self.random.uniform(0, 1), events[process.role])
@@ -175,8 +176,6 @@ class Actors(Trainers):
         finish = Finish(command.trajectory_id, command.placement)
         if row.generated:  # by a replica that died before it reported it
             return self.later(process, 0.002, finish)
-        if self.settings.has_environment and not row.turns:
-            process.sessions[command.trajectory_id] = command.attempt
         started = ev.TrajectoryStarted(
             trajectory_id=command.trajectory_id,
             placement=command.placement,
@@ -191,7 +190,13 @@ class Actors(Trainers):
             seconds *= 10
         self.later(process, 0.002 + seconds, finish)
 
-    def _open(self, command: cmd.GenerateTrajectory) -> Row:
+    def _do_StartSession(self, process: Process, command: cmd.StartSession, _: int) -> None:
+        self._open(command)
+        process.sessions[command.trajectory_id] = command.attempt
+        seconds = self.random.choice([0.01, 0.3, 2.0])
+        self.later(process, seconds, Answer(command.trajectory_id, command.placement))
+
+    def _open(self, command: cmd.OpeningCommand) -> Row:
         """Open a placement: lower ones are fenced, and a new attempt discards the tokens."""
         row = self.rows.setdefault(command.trajectory_id, Row())
         assert not row.end and command.placement > row.placement, (row, command)
@@ -261,10 +266,10 @@ class Actors(Trainers):
             return
         if row.generated:
             row.generated, row.turns = False, row.turns + 1
-        answered = ev.TurnFinished(
+        requested = ev.TurnRequested(
             trajectory_id=TrajectoryId(item.trajectory_id), placement=item.placement, turn=row.turns
         )
-        self.say(process, answered)
+        self.say(process, requested)
 
     def _failed(self, trajectory_id: str, placement: int, reason: str) -> ev.TrajectoryFailed:
         return ev.TrajectoryFailed(
@@ -277,8 +282,7 @@ class Actors(Trainers):
         for item in command.items:
             if process.work.get(item.trajectory_id, item.placement + 1) <= item.placement:
                 del process.work[item.trajectory_id]
-            if command.sessions:
-                process.sessions.pop(item.trajectory_id, None)
+            process.sessions.pop(item.trajectory_id, None)
 
     def _do_ReleaseTrajectories(
         self, process: Process, command: cmd.ReleaseTrajectories, command_id: int

@@ -36,7 +36,7 @@ class FaultyProcesses:
     def _schedule_faults(self, process: Process) -> None:
         if process.role == self.faults.fatal_role:
             self.later(process, self.faults.fatal_at_s, Die())
-        if process.role == "rollout" and self.faults.lose_every_s:
+        if process.role in ("rollout", "agent") and self.faults.lose_every_s:
             seconds = self.random.expovariate(1 / self.faults.lose_every_s)
             self.later(process, seconds, Lose(self.random.choice(LOSSES)))
         if process.role == "relay" and self.faults.lose_relay_every_s:

@@ -179,9 +179,9 @@ RUNS = (
     ),
     Recipe(
         "turns",
-        "responses have turns; sessions are lost with their replicas, and calls run at most once",
-        ("replica-dies",),
-        ("event:TurnFinished", "dropped:env-lost"),
+        "responses have turns; sessions are lost with their hosts, and calls run at most once",
+        ("host-dies",),
+        ("event:TurnRequested", "dropped:env-lost"),
         {
             "environment_share": 1.0,
             "call_semantics": "at-most-once",
@@ -265,7 +265,7 @@ def _logic(golden: Golden) -> int:
 
 def _raise_logic() -> None:
     """Raise LOGIC_VERSION, because the decisions differ from those of the logs."""
-    old, new = f"LOGIC_VERSION = {LOGIC_VERSION}\n", f"LOGIC_VERSION = {LOGIC_VERSION + 1}\n"
+    old, new = f"LOGIC_VERSION = {LOGIC_VERSION} ", f"LOGIC_VERSION = {LOGIC_VERSION + 1} "
     text = RULES.read_text()
     if text.count(f"\n{old}") != 1:
         raise SystemExit(f"{RULES} has no line {old!r}")

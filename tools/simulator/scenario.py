@@ -65,6 +65,7 @@ MANY_SIBLINGS = 10
 """Group size from which one response is nearly always long. Where batch_timeout_s is a choice it is
 then the longest, or nearly every group would be given up for it, and the run would not end."""
 LONG_LEASE_ROLES = ("node", "store", "trainer")
+AGENTS_SHARE = 0.5  #: share of agents among environments: they run at most once
 ANSWERS_IN_A_WAIT = 8  #: answers of an environment that fit in a batch wait at least: timeouts nest
 
 
@@ -243,8 +244,9 @@ def _add_environment(drawn: _Draw) -> None:
         return
     drawn.take("environment", *_ENVIRONMENT)
     wait_s = ANSWERS_IN_A_WAIT * values["world.answer_s"]  # else no batch wait would ever suffice
+    is_agent = drawn.stream("environment").random() < AGENTS_SHARE
     values |= {
-        "env.path": "environment.py",
+        **({"agents.run": "agent.py:solve"} if is_agent else {"env.path": "environment.py"}),
         "reward.scope": "trajectory",
         _BATCH_TIMEOUT: max(values[_BATCH_TIMEOUT], wait_s),
     }

@@ -28,6 +28,7 @@ from tools.simulator.machine.model_files import lay_origin
 from tools.simulator.machine.processes import MachineProcesses
 from tools.simulator.machine.relay import Relay, SimMachine
 from tools.simulator.machine.versions import VERSION_BYTES, ModelDirectory
+from tools.simulator.models.agents import HostProcess
 from tools.simulator.models.learner import Lineage, SimTrainer
 from tools.simulator.models.replica import Replica
 from tools.simulator.models.store import StoreProcess
@@ -92,6 +93,8 @@ class World(Context):
         for number in range(self.scenario.config.rollout.replicas):
             node, index = nodes[number % len(nodes)], number // len(nodes)
             self._make("rollout", ids.actor_name("rollout", node, index), node)
+        for node in nodes if self.config.has_sessions else ():
+            self._make("agent", ids.actor_name("agent", node, 0), node)
 
     def _make(self, role: str, name: str, node: str) -> None:
         process = self.processes[name] = SimProcess(self, name, role, node, self._make_model)
@@ -203,6 +206,8 @@ class World(Context):
                 return SimTrainer(process, self.arenas, self.models, self._lineage, self.rows)
             case "relay":
                 return Relay(process, self.bulk, self.arenas)
+            case "agent":
+                return HostProcess(process, self.rows)
             case _:
                 return Replica(process, self.arenas, self.models, self.rows)
 

@@ -108,6 +108,13 @@ def _make_rollout(host: Host) -> ActorRole:
     return Rollout(host, RealParts(host))
 
 
+def _make_agent_host(host: Host) -> ActorRole:
+    from laminar.actors.agent_host import AgentHost
+    from laminar.actors.system.agent_host import RealHostParts
+
+    return AgentHost(host, RealHostParts(host))
+
+
 def _make_trainer(host: Host) -> ActorRole:
     from laminar.actors.trainer import Trainer
     from laminar.run.directory import TRAINER_BOOK_FILE
@@ -151,6 +158,7 @@ _STORE = ("laminar.actors.store", "laminar.storage.database")
 _RELAY = ("laminar.actors.relay", "laminar.weights.machine")
 _TRAINER = "laminar.actors.trainer"
 _ROLLOUT, _REPLICA = "laminar.actors.rollout", "laminar.actors.system.replica"
+_HOST = "laminar.actors.agent_host"
 _TOKENIZER = "transformers.models.auto.tokenization_auto"
 _MODEL = "transformers.models.auto.modeling_auto"
 _EMULATED = "laminar.actors.system.emulated"
@@ -166,5 +174,8 @@ _ACTORS: dict[str, ActorParts] = {
     Role.RELAY: ActorParts(_make_relay, _RELAY, _RELAY),
     Role.ROLLOUT: ActorParts(
         _make_rollout, (_ROLLOUT, _REPLICA, _TOKENIZER), (_ROLLOUT, _EMULATED)
+    ),
+    Role.AGENT: ActorParts(
+        _make_agent_host, ("laminar.actors.system.agent_host", _HOST, _TOKENIZER), (_HOST,)
     ),
 }

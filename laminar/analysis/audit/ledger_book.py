@@ -93,7 +93,7 @@ class Account:
             self.started.add(event.trajectory_id)
         elif isinstance(event, ev.TrajectoryFinished):
             self.finished.setdefault(event.trajectory_id, event)
-        elif isinstance(event, ev.TurnFinished):
+        elif isinstance(event, ev.TurnRequested):
             finished = self.finished.get(event.trajectory_id)
             if finished is not None and finished.placement == event.placement:
                 del self.finished[event.trajectory_id]  # the finish of a turn before the last
@@ -116,6 +116,7 @@ class Account:
             self.stamps.setdefault(command.trajectory_id, {}).setdefault(command.attempt, stamp)
             sources = self.sources.setdefault(command.trajectory_id, set())
             sources.add((command.to, command.version))
+        if isinstance(command, cmd.OpeningCommand):
             if command.trajectory_id not in self.issued:
                 self.issued[command.trajectory_id] = command.purpose
                 self.groups[command.group] = self.groups.get(command.group, 0) + 1

@@ -40,8 +40,8 @@ class ToolCallStats:
             if trajectory is not None and trajectory.placement == event.placement:
                 again = event.tokens_resumed > 0
                 self._read_again += (event.prompt_tokens + event.tokens_resumed) * again
-        elif isinstance(event, ev.TurnFinished):
-            self._turns += 1
+        elif isinstance(event, ev.TurnRequested):
+            self._turns += event.turn > 0
         elif isinstance(event, ev.TrajectoryRewarded) and event.ended_by != EndedBy.NONE:
             self._ended_by[event.ended_by] += 1
 

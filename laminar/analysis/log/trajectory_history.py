@@ -156,8 +156,8 @@ class HistoryTracker:
             yield from self._record_start(now, event, state)
         elif isinstance(event, ev.TrajectoryFinished):
             yield from self._record_finish(now, event, state)
-        elif isinstance(event, ev.TurnFinished):
-            yield from self._record_turn(event, state)
+        elif isinstance(event, ev.TurnRequested):
+            yield from self._record_turn(now, event, state)
         elif isinstance(event, ev.TrajectoryRewarded):
             yield from self._record_reward(now, event, state)
         elif isinstance(event, ev.TrajectoriesEnded):
@@ -190,23 +190,28 @@ class HistoryTracker:
     def _record_finish(
         self, now: Moment, event: ev.TrajectoryFinished, state: State
     ) -> Iterator[Change]:
-        life = self._find_accepted(event, state, TrajectoryStatus.GENERATED)
+        has_sessions = state.settings.has_environment
+        status = TrajectoryStatus.WAITING if has_sessions else TrajectoryStatus.GENERATED
+        life = self._find_accepted(event, state, status)
         if life is not None and life.finished is None:
             life.finished, life.finish_reason = now, event.finish_reason
             life.num_tokens = event.num_tokens
             yield from _leave_placement(life, now, Stage.FINISHED)
 
-    def _record_turn(self, event: ev.TurnFinished, state: State) -> Iterator[Change]:
-        """Record that another turn follows; only a change of replica counts as a move."""
+    def _record_turn(self, now: Moment, event: ev.TurnRequested, state: State) -> Iterator[Change]:
+        """Record that a turn follows; only a change of replica counts as a move."""
         life = self.open.get(event.trajectory_id)
         trajectory = state.work.trajectories.get(event.trajectory_id)
-        if life is None or trajectory is None or life.finished is None:
+        if life is None or trajectory is None or life.placement.number != event.placement:
             return
-        generated = trajectory.status == TrajectoryStatus.GENERATED
-        waits = generated and trajectory.placement == event.placement
-        if life.placement.number == event.placement and not waits:
+        waits = trajectory.status == TrajectoryStatus.WAITING
+        if waits and trajectory.placement == event.placement:
+            return
+        if life.finished is not None:
             life.finished, life.turns = None, life.turns + 1
             yield Change(Stage.TURN, life)
+        elif life.placement.left is None:  # its session has started
+            yield from _leave_placement(life, now, Stage.TURN)
 
     def _find_accepted(
         self, event: ev.TrajectoryStarted | ev.TrajectoryFinished, state: State, status: str
@@ -247,7 +252,7 @@ class HistoryTracker:
                 yield from _leave_placement(life, now, Stage.LOST)
 
     def _apply_command(self, now: Moment, command: Command) -> Iterator[Change]:
-        if isinstance(command, cmd.GenerateTrajectory):
+        if isinstance(command, cmd.OpeningCommand):
             yield from self._record_dispatch(now, command)
         elif isinstance(command, cmd.ScoreTrajectories):
             for item in command.items:
@@ -263,7 +268,7 @@ class HistoryTracker:
             for ending in command.endings:
                 yield from self._record_ending(now, ending)
 
-    def _record_dispatch(self, now: Moment, command: cmd.GenerateTrajectory) -> Iterator[Change]:
+    def _record_dispatch(self, now: Moment, command: cmd.OpeningCommand) -> Iterator[Change]:
         life = self.open.get(command.trajectory_id)
         if life is None:
             name, group, row_index = command.trajectory_id, command.group, command.row_index

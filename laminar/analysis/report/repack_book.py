@@ -189,7 +189,7 @@ class LatencyStats:
                 self._add_latency(took_ns)
             elif what in (Stage.TURN, Stage.ENDING):
                 took_ns = self._turns.pop(life.trajectory_id, 0)
-                if what == Stage.TURN:  # the turn that finished was not the last
+                if what == Stage.TURN and took_ns:  # the turn that finished was not the last
                     self._add_latency(-took_ns, count=-1)
         self.repack.record_event(now, stamped, commands, changes, state)
 

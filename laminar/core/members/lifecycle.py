@@ -16,7 +16,7 @@ from laminar.core.context import Context
 from laminar.core.failing import drain_run, fail_run
 from laminar.core.members import pausing
 from laminar.core.registry import handles
-from laminar.core.scheduling import groups
+from laminar.core.scheduling import groups, sessions
 from laminar.core.scheduling.admission import groups_wanted
 from laminar.core.state import keys
 from laminar.core.state.failures import Failure, FailureKind
@@ -137,6 +137,7 @@ def handle_start_timeout(ctx: Context) -> None:
         Role.RELAY: has_head or (state.members.relays and not has_trainer),
         Role.TRAINER: _is_role_ready(state, Role.TRAINER),
         Role.ROLLOUT: state.members.replicas,
+        Role.AGENT: not state.settings.has_environment or sessions.list_hosts(state),
     }
     missing = [role for role in present if not present[role]]
     waited = ", ".join(missing) or "the first weights to be published"
@@ -151,7 +152,7 @@ def _is_role_ready(state: State, role: Role) -> bool:
 def _plan_starting(ctx: Context) -> bool:
     state = ctx.state
     if state.versions.newest >= 0:
-        if broadcast.can_work(state):
+        if broadcast.can_start(state):
             ctx.clear_timer(keys.START)
         move_run(state, "publish")
         ctx.touch_all()

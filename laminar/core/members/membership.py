@@ -71,9 +71,9 @@ def on_actor_joined(ctx: Context, event: ev.ActorJoined) -> None:
         _JOINED[actor.role](ctx, actor)
 
 
-def _await_engine(ctx: Context, actor: ActorState) -> None:
-    """Watch the start of a replica's engine."""
-    if ctx.state.versions.newest >= 0:
+def _await_ready(ctx: Context, actor: ActorState) -> None:
+    """Watch the start of a replica's engine, or of a host of agents."""
+    if ctx.state.versions.newest >= 0 and broadcast.can_start(ctx.state):
         ctx.clear_timer(keys.START)  # the start waited for nothing else
     ctx.set_timer(keys.progress_timer(actor.name), ctx.state.settings.engine_start_ms)
 
@@ -390,7 +390,8 @@ _JOINED: dict[Role, Callable[[Context, ActorState], None]] = {
     Role.NODE: lambda ctx, actor: _await_machine(ctx, actor.name),
     Role.STORE: store_orders.handle_store_joined,
     Role.TRAINER: lambda ctx, actor: broadcast.set_head(ctx),
-    Role.ROLLOUT: _await_engine,
+    Role.ROLLOUT: _await_ready,
+    Role.AGENT: _await_ready,
 }
 """Further consequences of a process that joins, by role."""
 _LOST: dict[Role, Callable[[Context, str, str, bool], None]] = {
@@ -398,6 +399,7 @@ _LOST: dict[Role, Callable[[Context, str, str, bool], None]] = {
     Role.TRAINER: _lose_trainer,
     Role.RELAY: lambda ctx, name, reason, blame: broadcast.handle_relay_lost(ctx, name),
     Role.ROLLOUT: lambda ctx, name, reason, blame: recovery.replica_lost(ctx, name, blame=blame),
+    Role.AGENT: lambda ctx, name, reason, blame: recovery.host_lost(ctx, name),
 }
 """Further consequences of a lost process, whose commands are still outstanding, by role."""
 _LOSS_FAILURES = {

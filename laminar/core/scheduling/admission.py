@@ -15,11 +15,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
+from laminar.core.scheduling import sessions
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.members import Replica
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.core.state.transitions import UNFINISHED
 
 
 class NotAdmittedReason(StrEnum):
@@ -96,22 +96,13 @@ def first_share(state: State) -> int:
 
 
 def has_room_for_group(state: State, replica: Replica) -> bool:
-    """Return whether there is room for a whole group, within the replica's share and sessions."""
+    """Return whether there is room for a whole group, within the replica's share.
+
+    With sessions a group takes no slots before it requests turns."""
     size, most = state.settings.group_size, get_replica_share(state)
-    within = not most or replica.load + size <= most
-    return within and count_free_slots(replica) >= size and has_sessions(state, replica, size)
-
-
-def has_sessions(state: State, replica: Replica, count: int) -> bool:
-    """Return whether `count` more trajectories have environment sessions there, if needed.
-
-    Trajectories that wait for a response or for their next turn keep their sessions."""
-    most = state.settings.max_sessions
-    if not most:
-        return True
-    there = indexes_of(state).trajectories.get(replica.name, ())
-    used = sum(state.work.trajectories[t].status in UNFINISHED for t in there)
-    return used + count <= most
+    if state.settings.has_environment:
+        return sessions.has_room(state, size)
+    return (not most or replica.load + size <= most) and count_free_slots(replica) >= size
 
 
 def find_not_admitted_reason(state: State, replica: Replica) -> NotAdmittedReason | None:
@@ -143,6 +134,6 @@ def is_admitting(state: State, replica: Replica) -> bool:
 def find_full_resource(state: State, replica: Replica) -> Literal["slots", "sessions"] | None:
     """Return what an admitting replica lacks for another group; None: nothing."""
     size = state.settings.group_size
-    if count_free_slots(replica) < size:
-        return "slots"
-    return None if has_sessions(state, replica, size) else "sessions"
+    if state.settings.has_environment:
+        return None if sessions.has_room(state, size) else "sessions"
+    return "slots" if count_free_slots(replica) < size else None

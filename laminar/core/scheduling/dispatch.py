@@ -2,10 +2,12 @@
 
 Reads   settings, the prompt cursor, replicas
 Writes  state.work, replica.running
-Emits   GenerateTrajectory
+Emits   GenerateTrajectory, and through sessions.py StartSession
 
 The coordinator owns the cursor and the permutation; the store only maps a row index to its payload.
-A group's siblings go to one replica together, so that it computes their prompt once.
+A group's siblings go to one replica together, so that it computes their prompt once. With sessions
+a group is admitted by a replica, whose weights bound its staleness, but none of its trajectories
+has a place before its session requests a turn.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from laminar.core.context import Context
+from laminar.core.scheduling import sessions
 from laminar.core.state import forks, indexes, keys
 from laminar.core.state.lost_work import goes_anywhere
 from laminar.core.state.members import Replica
 from laminar.core.state.migrations import MigrationProgress
 from laminar.core.state.state import State
+from laminar.core.state.statuses import TrajectoryStatus
 from laminar.core.state.transitions import transition
 from laminar.core.state.work import Group, Trajectory
 from laminar.events import commands as cmd
@@ -69,7 +73,7 @@ def create_group(
     attempt: int = 1,
     sample: int = 0,
 ) -> None:
-    """Create a group and place all its siblings."""
+    """Create a group and place all its siblings, or start their sessions."""
     state = ctx.state
     members = [ids.make_trajectory_id(group_id, sibling) for sibling in range(size)]
     state.work.groups[group_id] = Group(
@@ -87,11 +91,24 @@ def create_group(
     state.work.ledger.groups.issued += 1
     state.work.ledger.trajectories.issued += size
     for sibling, trajectory_id in enumerate(members):
-        state.work.trajectories[trajectory_id] = Trajectory(
+        trajectory = state.work.trajectories[trajectory_id] = Trajectory(
             id=trajectory_id, group=group_id, sibling=sibling, attempt=attempt
         )
-        _place_trajectory(ctx, state.work.trajectories[trajectory_id], replica, begins=True)
+        if state.settings.has_environment:
+            _await_session(ctx, trajectory, replica)
+        else:
+            _place_trajectory(ctx, trajectory, replica, begins=True)
     indexes.update_replica(state, replica)
+
+
+def _await_session(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
+    """Start the session of a trajectory that this replica admits, for weights as new as its."""
+    trajectory.status, trajectory.step = TrajectoryStatus.WAITING, -1
+    trajectory.version = replica.version
+    if replica.repack is not None:
+        ctx.state.repack.progress[trajectory.id] = MigrationProgress()
+    indexes.assign_replica(ctx.state, trajectory, replica.name)
+    sessions.start_session(ctx, trajectory)
 
 
 def _place_trajectory(
@@ -139,15 +156,21 @@ def place_lost(ctx: Context, trajectory: Trajectory, replica: Replica) -> None:
     moved = transition(trajectory, "dispatch")
     assert moved, trajectory
     trajectory.placement += 1
-    begins = trajectory.restart or not can_resume_on(state, trajectory, replica)
+    begins = begins_again(state, trajectory, replica)
     if begins:
-        end_session(ctx, trajectory)
         trajectory.attempt += 1
         trajectory.restart = False
-        group = state.work.groups[trajectory.group]
+    if begins or trajectory.is_unsampled:
+        group, begins = state.work.groups[trajectory.group], True
         group.mixed = group.mixed or trajectory.version != replica.version
     _place_trajectory(ctx, trajectory, replica, begins=begins)
     indexes.load_changed(state, replica)
+
+
+def begins_again(state: State, trajectory: Trajectory, replica: Replica) -> bool:
+    """Return whether lost work loses its tokens if it continues there."""
+    lacks = not (trajectory.is_unsampled or can_resume_on(state, trajectory, replica))
+    return trajectory.restart or lacks
 
 
 def can_resume_on(state: State, trajectory: Trajectory, replica: Replica) -> bool:
@@ -155,15 +178,6 @@ def can_resume_on(state: State, trajectory: Trajectory, replica: Replica) -> boo
     if state.settings.in_flight:
         return replica.version >= trajectory.version
     return replica.version == trajectory.version
-
-
-def end_session(ctx: Context, trajectory: Trajectory) -> None:
-    """End the environment's session of an attempt that is no longer wanted."""
-    name = ctx.state.home_of(trajectory)
-    ctx.state.work.sessions.pop(trajectory.id, None)
-    if name:
-        placed = cmd.PlacedTrajectory(trajectory_id=trajectory.id, placement=trajectory.placement)
-        ctx.issue_command(cmd.AbortTrajectories(to=name, items=(placed,), sessions=True))
 
 
 def place_migrated(ctx: Context, trajectory: Trajectory, destination: Replica) -> None:
@@ -246,9 +260,9 @@ def newest_tokens(state: State, trajectory: Trajectory) -> int:
 
 
 def await_turn(ctx: Context, trajectory: Trajectory) -> None:
-    """Queue a trajectory whose environment has answered for its next turn, as lost work."""
+    """Queue a trajectory whose session requests a turn, as lost work."""
     state = ctx.state
-    moved = transition(trajectory, "continues")
+    moved = transition(trajectory, "request")
     assert moved, trajectory
     indexes.add_lost(state, trajectory)
     if not goes_anywhere(state, trajectory):

@@ -38,33 +38,25 @@ ENDINGS_PER_COMMAND = 2_048
 # --- siblings ---------------------------------------------------------------------------------
 
 
-def score_siblings(ctx: Context, trajectories: list[Trajectory], replica: str) -> None:
-    """Ask a replica to reward generated siblings of one group."""
+def score_siblings(ctx: Context, trajectories: list[Trajectory], scorer: str) -> None:
+    """Ask a replica to reward generated siblings of one group, or a host to give one its turn."""
     group = ctx.state.work.groups[trajectories[0].group]
     items = tuple(
         cmd.PlacedTrajectory(trajectory_id=t.id, placement=t.placement) for t in trajectories
     )
     for trajectory in trajectories:
-        indexes.assign_replica(ctx.state, trajectory, replica)
         if ctx.state.settings.has_environment:
-            ctx.state.work.sessions[trajectory.id] = replica
+            indexes.assign_session(ctx.state, trajectory.id, scorer)
+        else:
+            indexes.assign_replica(ctx.state, trajectory, scorer)
         ctx.state.work.unscored.pop(trajectory.id, None)
     ctx.issue_command(
         cmd.ScoreTrajectories(
-            to=replica,
-            group=group.id,
-            row_index=group.row_index,
-            purpose=group.purpose,
-            items=items,
+            to=scorer, group=group.id, row_index=group.row_index, purpose=group.purpose, items=items
         ),
         key=get_score_key(ctx.state, trajectories[0]),
         timeout_ms=SCORE_TIMEOUT_MS + ctx.state.settings.turn_timeout_ms,
     )
-
-
-def choose_scorer(state: State, trajectory: Trajectory, otherwise: str) -> str:
-    """Return the replica that scores it: the one with its environment's session, while alive."""
-    return state.home_of(trajectory) or otherwise
 
 
 def get_score_key(state: State, trajectory: Trajectory) -> CommandKey:
@@ -201,21 +193,16 @@ def _end_trajectories(
         items = tuple(
             cmd.PlacedTrajectory(trajectory_id=t.id, placement=t.placement) for t in running
         )
-        sessions = state.settings.has_environment
-        ctx.issue_command(cmd.AbortTrajectories(to=name, items=items, sessions=sessions))
+        ctx.issue_command(cmd.AbortTrajectories(to=name, items=items))
 
 
 def _working_on(state: State, trajectory: Trajectory) -> list[str]:
-    """List the replicas that generate it or have its environment's session.
-
-    The session of a rewarded trajectory has ended by itself."""
+    """List the replica that generates it and the host that has its session."""
     replica, found = state.members.replicas.get(trajectory.replica), []
     if replica is not None and trajectory.id in replica.running:
         found.append(replica.name)
-    home = state.home_of(trajectory)
-    if home and home not in found and trajectory.status != TrajectoryStatus.REWARDED:
-        found.append(home)
-    return found
+    host = state.work.sessions.get(trajectory.id, "")
+    return [*found, host] if state.members.is_actor_alive(host) else found
 
 
 def _withdraw_trajectory(ctx: Context, trajectory: Trajectory) -> None:
@@ -227,13 +214,14 @@ def _withdraw_trajectory(ctx: Context, trajectory: Trajectory) -> None:
     indexes.remove_lost(state, trajectory)
     state.work.unscored.pop(trajectory.id, None)
     ctx.clear_timer(keys.resume_timer(trajectory.id))
-    release_weights(ctx, trajectory)
+    release_session(ctx, trajectory)
 
 
-def release_weights(ctx: Context, trajectory: Trajectory) -> None:
-    """Let its replica load newer weights: no next turn of the trajectory needs the present ones."""
+def release_session(ctx: Context, trajectory: Trajectory) -> None:
+    """Let another trajectory have its session, and its replica load newer weights."""
     if ctx.state.settings.has_environment:
-        ctx.touch_replica(trajectory.replica)
+        indexes.assign_session(ctx.state, trajectory.id, "")
+        ctx.touch_all()
 
 
 def send_endings(ctx: Context) -> None:

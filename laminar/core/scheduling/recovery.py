@@ -2,7 +2,7 @@
 
 Reads   state.work.lost, state.work.unscored, timers, replicas
 Writes  trajectory placements and attempts
-Emits   GenerateTrajectory, ScoreTrajectories, EndTrajectories, RestartActor
+Emits   GenerateTrajectory, ScoreTrajectories, StartSession, EndTrajectories, RestartActor
 
 A lost sibling resumes from the store's tokens on a replica of the same version. If none is found
 within resume_timeout_ms, it starts over, on any live replica with room at the same or a newer
@@ -18,8 +18,13 @@ from itertools import islice
 
 from laminar.core import store_orders
 from laminar.core.context import Context
-from laminar.core.scheduling import admission, evaluation, groups
-from laminar.core.scheduling.dispatch import lose_trajectory, newest_tokens, place_lost
+from laminar.core.scheduling import admission, evaluation, groups, sessions
+from laminar.core.scheduling.dispatch import (
+    begins_again,
+    lose_trajectory,
+    newest_tokens,
+    place_lost,
+)
 from laminar.core.state import indexes, keys
 from laminar.core.state.indexes import get_pull_order, indexes_of
 from laminar.core.state.lost_work import LostEntry, goes_anywhere
@@ -27,6 +32,7 @@ from laminar.core.state.members import Replica
 from laminar.core.state.replica_index import Kind
 from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
+from laminar.core.state.transitions import UNFINISHED
 from laminar.core.state.work import Trajectory
 from laminar.core.versions import load_sources
 from laminar.core.versions.broadcast import is_run_ending
@@ -62,20 +68,38 @@ def replica_lost(ctx: Context, name: str, *, blame: bool) -> None:
         state.repack.progress[trajectory_id].destination = ""  # its source releases it all the same
     indexes.remove_replica(state, replica)
     for trajectory in _list_waiting_on(state, name):
-        if trajectory.status == TrajectoryStatus.GENERATED:
-            ctx.end_command(groups.get_score_key(state, trajectory))
-            state.work.unscored[trajectory.id] = None
-        elif state.work.groups[trajectory.group].purpose == Purpose.EVAL:
-            fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
+        ctx.end_command(groups.get_score_key(state, trajectory))
+        state.work.unscored[trajectory.id] = None
     ctx.touch_all()
 
 
 def _list_waiting_on(state: State, name: str) -> list[Trajectory]:
-    """List trajectories that wait for a reward or a next turn there, in the order of dispatch."""
+    """List trajectories that wait for a reward there, in the order of dispatch."""
     there = [state.work.trajectories[t] for t in indexes_of(state).trajectories.get(name, ())]
-    waiting = (TrajectoryStatus.GENERATED, TrajectoryStatus.LOST)
-    found = [t for t in there if t.status in waiting]
+    found = [t for t in there if t.status == TrajectoryStatus.GENERATED]
     return sorted(found, key=lambda t: (state.work.groups[t.group].order, t.sibling))
+
+
+def host_lost(ctx: Context, name: str) -> None:
+    """Give the sessions of a lost host to other hosts, from their rows if they had no turn.
+
+    A session that had one is restarted by its new host, which repeats its turns. An agent whose
+    calls are made at most once is never run again."""
+    state = ctx.state
+    ctx.clear_timer(keys.progress_timer(name))
+    for trajectory_id in list(indexes_of(state).sessions.get(name, ())):
+        trajectory = state.work.trajectories[trajectory_id]
+        if trajectory.status not in UNFINISHED:
+            continue  # ended with a sibling
+        indexes.assign_session(state, trajectory_id, "")
+        if state.settings.runs_agents_once:
+            fail_sibling(ctx, trajectory, DropReason.ENV_LOST, blame=False)
+        elif trajectory.is_unsampled:
+            sessions.restart_session(ctx, trajectory)
+        elif trajectory.status == TrajectoryStatus.WAITING:
+            ctx.end_command(keys.score_key(trajectory_id))
+            state.work.unscored[trajectory_id] = None
+    ctx.touch_all()
 
 
 def handle_resume_timeout(ctx: Context, trajectory_id: TrajectoryId) -> None:
@@ -120,24 +144,24 @@ def fail_sibling(
         evaluation.group_given_up(ctx, group)
 
 
-def turn_due(ctx: Context, trajectory: Trajectory) -> None:
-    """Continue an evaluation sample where its environment's session is.
-
-    If that replica has other weights by now, the sample runs again from its prompt."""
-    state = ctx.state
-    kind = indexes_of(state).replicas.get_kind(state.home_of(trajectory))
-    there = kind is not None and not kind.loading and kind.version == trajectory.version
-    if state.work.groups[trajectory.group].purpose == Purpose.EVAL and not there:
-        fail_sibling(ctx, trajectory, DropReason.REPLICA_LOST, blame=False)
-
-
 def plan_lost(ctx: Context) -> None:
     """Place lost work: same version first; after its wait, anywhere at least as new."""
     state = ctx.state
     while (trajectory := _next_lost(state)) is not None and (
         replica := _find_replica(state, trajectory)
     ) is not None:
-        place_lost(ctx, trajectory, replica)
+        if state.settings.has_environment and begins_again(state, trajectory, replica):
+            _begin_session_again(ctx, trajectory)
+        else:
+            place_lost(ctx, trajectory, replica)
+
+
+def _begin_session_again(ctx: Context, trajectory: Trajectory) -> None:
+    """Run a session again whose tokens no weights can continue, unless it may run only once."""
+    if ctx.state.settings.runs_agents_once:
+        fail_sibling(ctx, trajectory, DropReason.ENV_LOST, blame=False)
+    else:
+        sessions.restart_session(ctx, trajectory)
 
 
 def _next_lost(state: State) -> Trajectory | None:
@@ -160,19 +184,19 @@ def _next_lost(state: State) -> Trajectory | None:
 
 
 def _find_replica(state: State, trajectory: Trajectory) -> Replica | None:
-    """Return the replica with its environment's session, if its version fits and it has room.
+    """Return the replica that has sampled its last turn, if its version fits and it has room.
 
     Else the least loaded replica of its version; without one, of the newest. In flight any that is
     at least as new."""
-    index = indexes_of(state).replicas
+    index, last = indexes_of(state).replicas, state.members.replicas.get(trajectory.replica)
     able = able_kinds(state, trajectory)
-    name = state.home_of(trajectory)
     if (
-        name
-        and index.get_kind(name) in able
-        and admission.count_free_slots(state.members.replicas[name]) > 0
+        state.settings.has_environment
+        and last is not None
+        and index.get_kind(last.name) in able
+        and admission.count_free_slots(last) > 0
     ):
-        return state.members.replicas[name]
+        return last
     if not able and state.work.groups[trajectory.group].purpose == Purpose.TRAIN:
         able = index.find_able_kinds(index.newest_able())
     return index.find_least_loaded(able, room=1)
@@ -187,8 +211,10 @@ def able_kinds(state: State, trajectory: Trajectory) -> Collection[Kind]:
 
 
 def plan_unscored(ctx: Context) -> None:
-    """Score responses whose replica is gone on another one."""
+    """Score responses whose replica is gone on another one; give sessions their turns."""
     state = ctx.state
+    if state.settings.has_environment:
+        return _plan_sessions(ctx)
     while state.work.unscored:
         index = indexes_of(state).replicas
         first = state.work.trajectories[next(iter(state.work.unscored))]
@@ -199,9 +225,22 @@ def plan_unscored(ctx: Context) -> None:
             return
         together = groups.find_scorable(state, first)
         if together:
-            groups.score_siblings(ctx, together, groups.choose_scorer(state, first, scorer.name))
+            groups.score_siblings(ctx, together, scorer.name)
         else:
             del state.work.unscored[first.id]
+
+
+def _plan_sessions(ctx: Context) -> None:
+    """Start sessions that wait for a host, and give finished turns to those that have one."""
+    state = ctx.state
+    while state.work.unscored and sessions.list_hosts(state):
+        first = state.work.trajectories[next(iter(state.work.unscored))]
+        if first.is_unsampled:
+            del state.work.unscored[first.id]
+            first.placement += 1
+            sessions.start_session(ctx, first)
+        else:
+            groups.score_siblings(ctx, [first], sessions.find_host(state, first))
 
 
 def watch_progress(ctx: Context, name: str) -> None:
@@ -213,7 +252,7 @@ def watch_progress(ctx: Context, name: str) -> None:
     if replica is None:
         if not is_run_ending(state):
             limit_s = state.settings.engine_start_ms / 1000
-            why = f"its engine was not ready {limit_s:g} s after it had joined"
+            why = f"it was not ready {limit_s:g} s after it had joined"
             ctx.restart_actor(name, f"{why} (rollout.start_timeout_s)")
         return
     stall_ms = state.settings.stall_ms

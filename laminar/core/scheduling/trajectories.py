@@ -36,8 +36,6 @@ def on_trajectory_started(ctx: Context, event: ev.TrajectoryStarted) -> None:
     trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
     if trajectory is None or not transition(trajectory, "started"):
         return ctx.ignore("old-placement")
-    if ctx.state.settings.has_environment:
-        ctx.state.work.sessions.setdefault(trajectory.id, ctx.stamped.peer)
     progress = ctx.state.repack.progress.get(trajectory.id)
     if progress is not None:
         progress.prompt_tokens, progress.sampled = event.prompt_tokens, event.tokens_resumed
@@ -85,10 +83,10 @@ def _token_count(state: State, event: ev.TrajectoryFinished) -> bool:
 
 @handles(ev.TrajectoryFinished, valid=_token_count)
 def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
-    """Record a durable response; the reward comes next."""
-    state = ctx.state
-    trajectory = _generated_by(ctx, event.trajectory_id, event.placement)
-    if trajectory is None or not transition(trajectory, "finished"):
+    """Record a durable response or turn; the reward, or the session's answer, comes next."""
+    state, trajectory = ctx.state, _generated_by(ctx, event.trajectory_id, event.placement)
+    trigger = "answer" if state.settings.has_environment else "finished"
+    if trajectory is None or not transition(trajectory, trigger):
         return ctx.ignore("old-placement")
     dispatch.leave_engine(ctx, trajectory)
     state.work.ledger.tokens.issued += event.num_tokens - trajectory.num_tokens
@@ -96,11 +94,10 @@ def on_trajectory_finished(ctx: Context, event: ev.TrajectoryFinished) -> None:
     if state.settings.repack_policy:
         state.repack.finished += 1
         state.repack.finished_tokens += event.num_tokens
-    together = groups.find_scorable(state, trajectory)
-    if together:
-        groups.score_siblings(
-            ctx, together, groups.choose_scorer(state, trajectory, ctx.stamped.peer)
-        )
+    if state.settings.has_environment:
+        state.work.unscored[trajectory.id] = None
+    elif together := groups.find_scorable(state, trajectory):
+        groups.score_siblings(ctx, together, ctx.stamped.peer)
 
 
 @handles(ev.TrajectoryFailed, valid=accept_any)
@@ -127,12 +124,12 @@ def _has_finite_score(state: State, event: ev.TrajectoryRewarded) -> bool:
 def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     state = ctx.state
     trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
-    if trajectory is None or not transition(trajectory, "rewarded"):
+    if trajectory is None or trajectory.is_unsampled or not transition(trajectory, "rewarded"):
         return ctx.ignore("old-placement")
     trajectory.reward_bits, trajectory.correct = event.reward_bits, event.correct
     state.work.unscored.pop(trajectory.id, None)
     groups.end_scoring(ctx, trajectory)
-    groups.release_weights(ctx, trajectory)
+    groups.release_session(ctx, trajectory)
     group = state.work.groups[trajectory.group]
     groups.finish_sibling(ctx, group)
     if group.purpose == Purpose.EVAL:
@@ -141,25 +138,22 @@ def on_trajectory_rewarded(ctx: Context, event: ev.TrajectoryRewarded) -> None:
     failure_rate.count_env_call(ctx)
 
 
-def _has_valid_turn(state: State, event: ev.TurnFinished) -> bool:
-    """Return whether the turn is possible: only a run with an environment has turns."""
+def _has_valid_turn(state: State, event: ev.TurnRequested) -> bool:
+    """Return whether the turn is possible: only a run with sessions has turns."""
     return state.settings.has_environment and is_count(event.turn)
 
 
-@handles(ev.TurnFinished, valid=_has_valid_turn)
-def on_turn_finished(ctx: Context, event: ev.TurnFinished) -> None:
-    """Continue with the next turn where its version is served.
-
-    An evaluation sample begins again if its version is not served where its environment is."""
-    state = ctx.state
+@handles(ev.TurnRequested, valid=_has_valid_turn)
+def on_turn_requested(ctx: Context, event: ev.TurnRequested) -> None:
+    """Place the requested turn where its version is served."""
     trajectory = _find_placed(ctx, event.trajectory_id, event.placement)
-    if trajectory is None or trajectory.status != TrajectoryStatus.GENERATED:
+    if trajectory is None or trajectory.status != TrajectoryStatus.WAITING:
         return ctx.ignore("old-placement")
-    state.work.unscored.pop(trajectory.id, None)
+    ctx.state.work.unscored.pop(trajectory.id, None)
     dispatch.await_turn(ctx, trajectory)
     groups.end_scoring(ctx, trajectory)
-    recovery.turn_due(ctx, trajectory)
-    failure_rate.count_env_call(ctx)
+    if event.turn:
+        failure_rate.count_env_call(ctx)
 
 
 def _find_placed(ctx: Context, trajectory_id: TrajectoryId, placement: int) -> Trajectory | None:

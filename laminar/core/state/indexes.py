@@ -2,8 +2,8 @@
 
 Reads   State
 Writes  state.members.actors, actor.alive, state.members.replicas, relay.held, state.orders,
-        state.work.ready, state.work.lost, trajectory.replica, trajectory.restart, each
-        together with its index; nothing else in the core changes them
+        state.work.ready, state.work.lost, state.work.sessions, trajectory.replica,
+        trajectory.restart, each together with its index; nothing else in the core changes them
 Gives   Indexes (`indexes_of(state)`); `update_replica`, to be called after a change of a
         replica; `live_actor`, `find_trainer`, `working_trainer`, `master_relay`,
         `get_pull_order`, `is_streaming`
@@ -61,6 +61,8 @@ class Indexes:
         self.from_afar: dict[str, PullWeights] = {}
         #: ids by the replica that generates or scores them, or did last
         self.trajectories: dict[str, dict[TrajectoryId, None]] = {}
+        #: ids by the host that has their session
+        self.sessions: dict[str, dict[TrajectoryId, None]] = {}
         #: number and tokens of finished trajectories by group, where there are any
         self.lengths: dict[GroupId, tuple[int, int]] = {}
         self._index_state(state)
@@ -84,6 +86,8 @@ class Indexes:
         for trajectory in state.work.trajectories.values():
             self.trajectories.setdefault(trajectory.replica, {})[trajectory.id] = None
             self.count_length(trajectory, 1)
+        for trajectory_id, host in state.work.sessions.items():
+            self.sessions.setdefault(host, {})[trajectory_id] = None
 
     def served_by(self, relay: str) -> dict[str, None]:
         """Return names of the replicas of its machine."""
@@ -374,12 +378,23 @@ def assign_replica(state: State, trajectory: Trajectory, replica: str) -> None:
     by_replica.setdefault(replica, {})[trajectory.id] = None
 
 
+def assign_session(state: State, trajectory_id: TrajectoryId, host: str) -> None:
+    """Record the host that has a trajectory's session; empty: none has."""
+    sessions = indexes_of(state).sessions
+    former = state.work.sessions.pop(trajectory_id, "")
+    if former:
+        del sessions[former][trajectory_id]
+    if host:
+        state.work.sessions[trajectory_id] = host
+        sessions.setdefault(host, {})[trajectory_id] = None
+
+
 def close_trajectory(state: State, trajectory_id: TrajectoryId) -> Trajectory:
     """Remove and return a trajectory that has ended."""
     by_replica = indexes_of(state).trajectories
     trajectory = state.work.trajectories.pop(trajectory_id)
     state.repack.progress.pop(trajectory_id, None)
-    state.work.sessions.pop(trajectory_id, None)
+    assign_session(state, trajectory_id, "")
     del by_replica[trajectory.replica][trajectory_id]
     indexes_of(state).count_length(trajectory, -1)
     return trajectory

@@ -20,8 +20,9 @@ from laminar.names.ids import Purpose, TrajectoryId
 
 
 def goes_anywhere(state: State, trajectory: Trajectory) -> bool:
-    """Return whether it resumes on any newer version at once; an evaluation sample never does."""
-    return state.settings.in_flight and state.work.groups[trajectory.group].purpose == Purpose.TRAIN
+    """Return whether any newer version does for it at once; an evaluation sample has only one."""
+    in_flight = state.settings.in_flight or trajectory.is_unsampled
+    return in_flight and state.work.groups[trajectory.group].purpose == Purpose.TRAIN
 
 
 LostEntry = tuple[int, int, int, TrajectoryId]

@@ -28,7 +28,7 @@ from laminar.core.state.run import Run
 from laminar.core.state.signals import Signals
 from laminar.core.state.steps import Steps
 from laminar.core.state.versions import Versions
-from laminar.core.state.work import Trajectory, Work
+from laminar.core.state.work import Work
 from laminar.events.base import Settings
 
 
@@ -49,11 +49,6 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
     orders: Orders = msgspec.field(default_factory=Orders)
     signals: Signals = msgspec.field(default_factory=Signals)
     repack: Repack = msgspec.field(default_factory=Repack)
-
-    def home_of(self, trajectory: Trajectory) -> str:
-        """Return the replica with its environment's session; empty: none, or it is gone."""
-        name = self.work.sessions.get(trajectory.id, "")
-        return name if name in self.members.replicas and self.members.is_actor_alive(name) else ""
 
     def is_in_reach(self, replica: Replica, version: int) -> bool:
         """Return whether this replica can load exactly this version, from its relay or the disk."""

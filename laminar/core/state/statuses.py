@@ -35,6 +35,7 @@ class TrajectoryStatus(StrEnum):
     RELEASING = "releasing"
     LOST = "lost"
     ENDING = "ending"
+    WAITING = "waiting"
 
 
 class GroupStatus(StrEnum):

@@ -16,7 +16,7 @@ from laminar.core.state.state import State
 from laminar.core.state.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.state.work import Group, Trajectory
 
-DISPATCHED, RUNNING, GENERATED, REWARDED, RELEASING, LOST, ENDING = TrajectoryStatus
+DISPATCHED, RUNNING, GENERATED, REWARDED, RELEASING, LOST, ENDING, WAITING = TrajectoryStatus
 
 
 Status = TypeVar("Status", bound=str)
@@ -35,7 +35,13 @@ TRAJECTORY_TRANSITIONS = {
     (DISPATCHED, "finished"): GENERATED,  # before its replica died
     (RUNNING, "finished"): GENERATED,
     (GENERATED, "rewarded"): REWARDED,
-    (GENERATED, "continues"): LOST,
+    (WAITING, "request"): LOST,
+    (WAITING, "rewarded"): REWARDED,
+    (DISPATCHED, "answer"): WAITING,
+    (RUNNING, "answer"): WAITING,
+    (RELEASING, "answer"): WAITING,
+    (WAITING, "restart"): WAITING,
+    (LOST, "restart"): WAITING,
     (DISPATCHED, "lose"): LOST,
     (RUNNING, "lose"): LOST,
     (DISPATCHED, "release"): RELEASING,
@@ -51,6 +57,7 @@ TRAJECTORY_TRANSITIONS = {
     (GENERATED, "end"): ENDING,
     (REWARDED, "end"): ENDING,
     (LOST, "end"): ENDING,
+    (WAITING, "end"): ENDING,
 }
 TRAJECTORY = TransitionTable(
     "trajectory",
@@ -60,8 +67,9 @@ TRAJECTORY = TransitionTable(
         GENERATED: "every token is durable, the reward is missing",
         REWARDED: "waits for the rest of its group and for a batch",
         RELEASING: "its replica stores its tokens; it continues on another one",
-        LOST: "its replica was lost, or its environment has answered; it needs a new placement",
+        LOST: "its replica was lost, or its session requests a turn; it needs a new placement",
         ENDING: "its end is decided and on its way to the store; once stored, it is dropped",
+        WAITING: "its session starts, or has the last turn; no replica has it",
     },
     TRAJECTORY_TRANSITIONS,
 )
@@ -174,7 +182,7 @@ VERSION = TransitionTable(
 TABLES: tuple[TransitionTable[Any], ...] = (TRAJECTORY, GROUP, RUN, ACTOR, VERSION)
 
 IN_ENGINE = (DISPATCHED, RUNNING, RELEASING)
-UNFINISHED = (DISPATCHED, RUNNING, GENERATED, RELEASING, LOST)
+UNFINISHED = (DISPATCHED, RUNNING, GENERATED, RELEASING, LOST, WAITING)
 
 
 def transition(trajectory: Trajectory, trigger: str) -> bool:

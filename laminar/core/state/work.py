@@ -30,13 +30,18 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     placement: int = 1
     attempt: int = 1
     version: int = 0  #: version that samples it, or did last
-    step: int = 0  #: step of the oldest weights which may have sampled parts of it
+    step: int = 0  #: step of the oldest weights which may have sampled parts of it; -1: none has
     num_tokens: int = 0  #: tokens issued in the ledger
     reward_bits: int = -1
     correct: bool = False
     deaths: int = 0  #: replicas that died while they ran it
     batch_timeouts: int = 0  #: times that a batch gave up waiting for it
     restart: bool = False  #: whether lost work must begin again from the prompt
+
+    @property
+    def is_unsampled(self) -> bool:
+        """Whether its session has not had a turn, which any weights as new as its group's give."""
+        return self.step < 0
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -99,8 +104,8 @@ class Work(msgspec.Struct, kw_only=True, omit_defaults=True):
     deadlines: dict[int, int] = {}
     #: trajectories whose replica is gone, oldest first
     lost: dict[TrajectoryId, None] = {}
-    #: replica that has the environment's session of a trajectory, if known
+    #: host that has the session of a trajectory
     sessions: dict[TrajectoryId, str] = {}
-    #: generated trajectories that no live replica is scoring
+    #: trajectories that no live replica is scoring, or whose session no live host has
     unscored: dict[TrajectoryId, None] = {}
     ledger: Ledger = msgspec.field(default_factory=Ledger)

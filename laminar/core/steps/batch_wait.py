@@ -44,6 +44,8 @@ def handle_batch_timeout(ctx: Context) -> None:
 def _unblock_trajectory(ctx: Context, group: Group, trajectory: Trajectory) -> None:
     """Move it elsewhere on its version; else drop it if enough siblings are scored, or restart."""
     state = ctx.state
+    if trajectory.status == TrajectoryStatus.WAITING:
+        return  # its session has a time limit of its own
     if trajectory.status == TrajectoryStatus.GENERATED:
         ctx.end_command(groups.get_score_key(state, trajectory))
         state.work.unscored[trajectory.id] = None
@@ -60,4 +62,5 @@ def _unblock_trajectory(ctx: Context, group: Group, trajectory: Trajectory) -> N
     else:
         if trajectory.status in IN_ENGINE:
             lose_trajectory(ctx, trajectory.id)
-        indexes.restart_from_prompt(state, trajectory)
+        if not trajectory.is_unsampled:  # else its session only waits for a place
+            indexes.restart_from_prompt(state, trajectory)

@@ -378,8 +378,26 @@ def name_of(role: str, node: str) -> str:
         return ""
 
 
+def can_start(state: State) -> bool:
+    """Return whether the start waits neither for a replica nor for a host of its sessions."""
+    joined = map(state.members.is_actor_alive, indexes_of(state).roles.get(Role.ROLLOUT, ()))
+    return _has_host(state) and (any(joined) or can_work(state))
+
+
+def _has_host(state: State) -> bool:
+    """Return whether sessions have a host, or will have one again, if any are needed."""
+    hosts = indexes_of(state).roles.get(Role.AGENT, ())
+    awaited = (keys.rejoin_timer(name) in state.orders.timers for name in hosts)
+    needed = state.settings.has_environment
+    return not needed or any(awaited) or any(map(state.members.is_actor_alive, hosts))
+
+
 def can_work(state: State) -> bool:
-    """Return whether a replica can work, now or once it or its machine's relay is back."""
+    """Return whether a replica can work, now or once it or its machine's relay is back.
+
+    It also needs a host for its sessions, which may still be starting."""
+    if keys.START not in state.orders.timers and not _has_host(state):
+        return False
     replicas = indexes_of(state).roles.get(Role.ROLLOUT, ())
     if state.run.phase == Phase.STARTING and any(map(state.members.is_actor_alive, replicas)):
         return True

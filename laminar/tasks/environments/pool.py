@@ -1,4 +1,4 @@
-"""Sessions of a replica, which answer the turns of its trajectories: those of environments.
+"""Sessions of a host, which answer the turns of its trajectories: those of environments.
 
 Reads   the turn's ids; the user's class, in a process for each trajectory (session_pool.py)
 Gives   Sessions, the base of agents.py too; Environments: NextTurn, with the ids of the tools'
@@ -96,12 +96,12 @@ class Conversation:
         self.prompt_ids: tuple[int, ...] | None = None  #: prompt with what the session adds
         self.answers: dict[int, NextTurn | TrajectoryDone] = {}  #: by turn
         self.killed_after_s = 0.0  #: run time of a call that was killed, or 0
-        self.has_room = False  #: holds one of env.max_sessions
+        self.has_room = False  #: holds one of agents.max_sessions
         self.forgotten = False
 
 
 class Sessions(ABC):
-    """The sessions of a replica."""
+    """The sessions of a host."""
 
     what: str  #: kind of user code, in reasons of failures
     reset_failed: str  #: beginning of the reason if no session could be started
@@ -189,7 +189,7 @@ class Sessions(ABC):
         return found
 
     async def _acquire_slot(self, conversation: Conversation) -> None:
-        """Wait for one of env.max_sessions.
+        """Wait for one of agents.max_sessions.
 
         A restarted session does not wait: the coordinator has counted its trajectory already.
         """
@@ -199,7 +199,7 @@ class Sessions(ABC):
                 await self._room.acquire()
         except TimeoutError:
             raise SessionLost(
-                f"none of env.max_sessions sessions was free within {limit_s:g} s"
+                f"none of agents.max_sessions sessions was free within {limit_s:g} s"
             ) from None
         conversation.has_room = True
 

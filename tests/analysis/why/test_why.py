@@ -355,6 +355,7 @@ def test_turns_are_neither_moves_nor_losses(answer: Ask, tmp_path: Path) -> None
     """Also with a loss in the third one; the finish is the last turn's."""
     bench = pair(capacity=4, max_staleness=0, groups_per_step=2, max_sessions=99)
     name = TrajectoryId("0.0.0")
+    bench.request_turns()
 
     def end_turn(turn: int) -> None:
         t = bench.trajectory(name)
@@ -366,8 +367,7 @@ def test_turns_are_neither_moves_nor_losses(answer: Ask, tmp_path: Path) -> None
         bench.say(t.replica, ended)
         bench.wait(10)
         if turn < 3:
-            turned = ev.TurnFinished(trajectory_id=name, placement=t.placement, turn=turn)
-            bench.say(t.replica, turned)
+            bench.request_turn(name, turn)
 
     end_turn(1)
     first = answer(bench, name)
@@ -379,9 +379,9 @@ def test_turns_are_neither_moves_nor_losses(answer: Ask, tmp_path: Path) -> None
     end_turn(3)
     lines = answer(bench, name)
     assert lines[0] == "0.0.0 moved once." and lines[1] == first[1]
-    assert [line for line in lines if line.startswith("Placement")] == ["Placement 4:"]
+    assert [line for line in lines if line.startswith("Placement")] == ["Placement 5:"]
     assert "rollout-0 lost it at 0.820 s" in lines[3] and "process-exited" in lines[3]
-    assert "It finished on rollout-1 at 0.920 s (#24) with 30 tokens in 3 turns (stop)." in lines
+    assert "It finished on rollout-1 at 0.920 s (#30) with 30 tokens in 3 turns (stop)." in lines
     stats = LatencyStats()
     replay_log(bench.write(tmp_path / "last"), stats)
     assert stats.compute_summary()["latency_s_max"] == pytest.approx(0.42)

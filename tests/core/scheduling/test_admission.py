@@ -123,5 +123,5 @@ def test_what_another_group_has_too_little_room_in() -> None:
     assert len(bench.start()) and find_full_resource(bench.state, bench.replica()) == "slots"
     bench = Bench(max_staleness=20, capacity=20, max_sessions=5)
     assert len(bench.start()) and find_full_resource(bench.state, bench.replica()) == "sessions"
-    bench = Bench(max_staleness=0, capacity=20, max_sessions=20)
+    bench = Bench(max_staleness=0, capacity=5, max_sessions=20)  # a group takes no slots
     assert len(bench.start()) and find_full_resource(bench.state, bench.replica()) is None

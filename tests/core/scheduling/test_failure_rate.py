@@ -35,6 +35,8 @@ class Scores:
         """The next answer is scored: o(k), e(rror), l(ost worker), n(ot applicable), or its
         environment f(ailed) or was g(one)."""
         bench, answer = self.bench, next(self._answers)
+        if bench.trajectory(answer).is_unsampled:
+            bench.request_turn(answer)
         bench.finish(answer)
         if word in "oe":
             reason, detail = ("ok", "") if word == "o" else ("error", RAISED)

@@ -121,17 +121,6 @@ def test_one_of_newer_weights_takes_what_older_ones_may_not(touched: tuple[int, 
     assert bound.place(touched) == [3, 3]
 
 
-@pytest.mark.parametrize("touched", [ALL, EACH[:3]])
-def test_one_without_sessions_is_passed_over(touched: tuple[int, ...]) -> None:
-    """Its responses of one group wait for tools: they take sessions, but no slots."""
-    tools = Loaded(2, 1, 2, max_sessions=5)
-    for sibling in ("0.0.0", "0.0.1"):
-        dispatch.leave_engine(tools.ctx, tools.trajectory(sibling))
-    tools.ctx.take_touched()
-    assert [replica.load for replica in tools.by_number] == [2, 2, 4]
-    assert tools.place(touched) == [1]
-
-
 def test_unfinished_prompts_of_a_fork_come_first() -> None:
     forked = Loaded(0, new=3)
     forked.state.data.unfinished_prompts = {GroupId("0.2"): 7, GroupId("0.1"): 5}

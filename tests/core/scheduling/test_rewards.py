@@ -9,7 +9,6 @@ import pytest
 from laminar.core.state import scores
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.names.ids import TrajectoryId
 from tools.kit.bench import Bench, bits_of, only, start_bench
 
 
@@ -26,17 +25,6 @@ def test_each_sibling_is_scored_when_it_is_complete() -> None:
     bench = begun()
     assert scored(bench.finish("0.0.1")) == [["0.0.1"]]
     assert scored(bench.finish("0.0.0")) == [["0.0.0"]]
-
-
-def test_a_turn_is_scored_where_its_session_is() -> None:
-    """Another one was sampling it last."""
-    bench = begun(replicas=2)
-    bench.state.work.sessions[TrajectoryId("0.0.0")] = "rollout-1"
-    (order,) = only(cmd.ScoreTrajectories, bench.finish("0.0.0"))
-    assert order.to == "rollout-1"
-    bench.kill("rollout-1")
-    (order,) = only(cmd.ScoreTrajectories, bench.finish("0.0.1"))
-    assert order.to == "rollout-0"
 
 
 def test_group_scored_rewards_wait_for_the_last_sibling() -> None:

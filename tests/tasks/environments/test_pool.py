@@ -96,6 +96,9 @@ def call(tool, **arguments):
     return f'<tool_call>{{"name": "{tool}", "arguments": {{{parts}}}}}</tool_call>'
 
 
+KEYS = {"max_sessions": "agents.max_sessions"}
+
+
 class Bench:
     """Environments of one class, and the turns of a model that says what a test wants."""
 
@@ -117,7 +120,7 @@ class Bench:
                 "env.path": str(path / "notes.py"),
                 "env.tool_timeout_s": LIMIT_S,
                 "env.max_turns": 3,
-                **{f"env.{key}": value for key, value in settings.items()},
+                **{KEYS.get(key, f"env.{key}"): value for key, value in settings.items()},
             }
         )
         self.printed, self.intended, self.noted_before = [], [], []

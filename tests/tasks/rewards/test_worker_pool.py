@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import uvloop
 
-from laminar.actors.system.replica import OutputLog
+from laminar.actors.system.reward_output import OutputLog
 from laminar.config import ConfigError, DataConfig, resolve_config
 from laminar.tasks.data.prompts import PromptRow, load_prompts
 from laminar.tasks.rewards.results import FunctionSpec, RewardCall, RewardSpec

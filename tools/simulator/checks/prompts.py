@@ -3,7 +3,7 @@
 Reads   commands as they are decided; the last state
 Raises  Violation
 
-An independent book: the first GenerateTrajectory of a group hands its prompt out, EndTrajectories
+An independent book: the first placement of a group hands its prompt out, EndTrajectories
 end its siblings. Decisions that a crash of the coordinator loses never count. A fork first hands
 out what the other run had left unfinished, then the rest of its pass, and never what it had ended.
 """
@@ -70,7 +70,7 @@ class Prompts:
         if isinstance(stamped.event, ev.RunResumed):
             self._resumed.append(stamped.seq)
         for command in commands:
-            if isinstance(command, cmd.GenerateTrajectory) and command.purpose == Purpose.TRAIN:
+            if isinstance(command, cmd.OpeningCommand) and command.purpose == Purpose.TRAIN:
                 self._hand_out(stamped.seq, command)
             elif isinstance(command, cmd.EndTrajectories):
                 for ending in command.endings:
@@ -85,7 +85,7 @@ class Prompts:
             del self._ended[trajectory]
         self._resumed = [at for at in self._resumed if at <= seq]
 
-    def _hand_out(self, seq: int, command: cmd.GenerateTrajectory) -> None:
+    def _hand_out(self, seq: int, command: cmd.OpeningCommand) -> None:
         """Check prompts_in_order: the next prompt of the data, with a row new to its pass."""
         group, row = command.group, command.row_index
         if group in self._given:

@@ -40,7 +40,7 @@ _CAUSES = {
     PROCESS: (*_LOST, "timer:command:restart", "timer:command:stop"),
     LOAD: ("WeightsRejected",),
     WORK: (*_LOST, "timer:batch-timeout", "timer:command:release", "timer:command:restart",
-           "TurnFinished", "VersionMissing", "WeightsRejected"),
+           "TurnRequested", "VersionMissing", "WeightsRejected"),
     RESTART: ("HeartbeatLost", "WeightsPublished", "WeightsReceived", "WeightsRejected",
               "timer:command:forward", "timer:command:pull", "timer:command:score",
               "timer:progress", "timer:receive"),

@@ -145,7 +145,7 @@ class Checks:
             places.append(stamped.seq)
 
     def _note_placement(self, stamped: Stamped, command: Command) -> None:
-        if isinstance(command, cmd.GenerateTrajectory):
+        if isinstance(command, cmd.OpeningCommand):
             placed = self._placed.setdefault(command.trajectory_id, [])
             placed.append((stamped.seq, command.placement))
         elif isinstance(command, cmd.AbortTrajectories | cmd.ReleaseTrajectories):
@@ -196,7 +196,7 @@ class Checks:
     def placement_is_raised(self, stamped: Stamped, commands: list[Command]) -> None:
         """Check that work sent to an engine again has a placement higher than any before."""
         for command in commands:
-            if not isinstance(command, cmd.GenerateTrajectory):
+            if not isinstance(command, cmd.OpeningCommand):
                 continue
             _, newest = self._placed.get(command.trajectory_id, [(0, 0)])[-1]
             if command.placement <= newest:

@@ -146,6 +146,8 @@ def _link(faults: Effects, chance: random.Random) -> tuple[str, str, float]:
     if replica and chance.random() < 0.3:
         other = chance.choice(["store-0", ids.actor_name("relay", process.node, 0)])
         return process.name, other, faults.lease_s * chance.uniform(0.1, 2.0)
+    if process.role == "agent":
+        return process.name, "store-0", faults.lease_s * chance.uniform(0.1, 2.0)
     if process.role == "relay" and chance.random() < 0.5:
         relays = [p.name for p in faults.world.processes.values() if p.role == "relay"]
         return process.name, chance.choice(relays), faults.lease_s * chance.uniform(0.1, 2.0)
@@ -270,6 +272,11 @@ RECURRING: dict[str, Strike] = {
     "replica-replaced": _one("rollout", _replaced),
     "replica-paused": _one("rollout", _paused),
     "replica-slow": _one("rollout", _slow),
+    "host-dies": _one("agent", _dies),
+    "host-leaves": _one("agent", _leaves),
+    "host-replaced": _one("agent", _replaced),
+    "host-paused": _one("agent", _paused),
+    "host-slow": _one("agent", _slow),
     "rack-lost": _rack_lost,
     "relay-dies": _one("relay", _dies),
     "relay-replaced": _one("relay", _replaced),

@@ -1,4 +1,4 @@
-"""A replica's parts in virtual time: an engine driven by a clock, rewards and weights.
+"""A replica's parts in virtual time: an engine driven by a clock, and weights.
 
 Reads   lengths of responses, arenas, checkpoints; whether a fault strikes
 Gives   Replica, the ReplicaParts of actors/rollout.py
@@ -10,29 +10,22 @@ replicas sampled in turn can be compared with the response of a single replica.
 from __future__ import annotations
 
 import asyncio
-import math
-import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-
-import numpy as np
 
 from laminar.actors.host import ActorRole, Host
 from laminar.actors.rollout import Rollout
 from laminar.engines.emulated.clock_engine import ClockEngine, EmulatedResponse
-from laminar.engines.emulated.fake_tokens import END_ID, make_prompt
-from laminar.engines.emulated.timing import P99_QUANTILE
+from laminar.engines.emulated.fake_tokens import END_ID
 from laminar.engines.protocol import GenerateRequest, KvOnUpdate, TokenDelta, WeightSource
-from laminar.events.reasons import RewardOutcome
 from laminar.names import exit_codes
-from laminar.storage.rules import TOKEN_BYTES, Row
-from laminar.tasks.environments import turns
-from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardWorkerLost
+from laminar.storage.rules import Row
 from tools.simulator.machine.memory import Arenas, ReachableWeights
 from tools.simulator.machine.versions import PROBE_LOGPROB, ModelDirectory
+from tools.simulator.models.agents import Rewards
 from tools.simulator.runtime.process import Idle, SimProcess
 from tools.simulator.scenario import seconds
-from tools.simulator.turns import begin_of, made_of, prompt_with
+from tools.simulator.turns import begin_of
 
 DIES_S = 0.1  #: time until a poisonous prompt kills the replica that runs it
 
@@ -138,108 +131,6 @@ class ReplicaEngine(ClockEngine):
         return scores
 
 
-class Rewards:
-    """The user's reward function, and the workers that run it (actors/scoring.py)."""
-
-    workers_lost = workers_killed = 0
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def compute_rewards(self, call: RewardCall) -> list[RewardResult]:
-        replica, faults = self._replica, self._replica.world.faults
-        duration_s = replica.scenario.world.score_s * replica.chance.uniform(0.5, 1.5)
-        await asyncio.sleep(duration_s * faults.reward_slow * replica.process.slow)
-        if faults.loses_reward_worker():
-            raise RewardWorkerLost("killed by signal 9")
-        tokens = [response for _, response in call.completions]
-        if any(response in tokens for response in self._unscorable()):
-            return [RewardResult(None, "unscored") for _ in tokens]
-        scores = replica.scenario.world.scores
-        return [_reward(response, scores, faults.reward_reason()) for response in tokens]
-
-    def _unscorable(self) -> list[list[int]]:
-        """Return the responses that a fault has made unscorable."""
-        world = self._replica.world
-        found = []
-        for trajectory in () if world.faults.healed else sorted(world.faults.unscorable):
-            if (row := self._replica.rows.get(trajectory)) is not None:
-                made = made_of(world.scenario, world.scenario.seed_of(row))
-                data = made.tokens[: TOKEN_BYTES * row.num_tokens]
-                found.append(np.frombuffer(data, "<i4").tolist())
-        return found
-
-
-def _reward(tokens: list[int], scores: int, reason: str) -> RewardResult:
-    """Return a score below `scores`, the same on every replica; 0 if the function failed."""
-    succeeded = reason == RewardOutcome.OK
-    score = float(sum(tokens) % scores) if succeeded else 0.0
-    return RewardResult(score, reason, "", {"half": score / 2} if succeeded else {})
-
-
-def _tailed(chance: random.Random, p99_to_median: float) -> float:
-    """Draw from a log-normal with median 1, capped at 4 times the p99: calls are killed then."""
-    deviation = math.log(p99_to_median) / P99_QUANTILE
-    return min(chance.lognormvariate(0.0, deviation), 4 * p99_to_median)
-
-
-class Environments:
-    """The sessions of one replica (actors/turns.py), which end with its process."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._sessions: dict[str, tuple[int, int]] = {}  #: (attempt, turns answered)
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def reset(self, session: turns.Session) -> tuple[int, ...] | None:
-        await self._pause()
-        self._sessions[session.trajectory_id] = (session.attempt, 0)
-        row = session.row.index
-        prompt_ids = prompt_with(self._replica.scenario, session.purpose, row)
-        return None if prompt_ids == make_prompt(session.purpose, row) else prompt_ids
-
-    async def answer_turn(
-        self, call: turns.TurnCall, intend: Callable[[tuple[turns.Effect, ...]], Awaitable[None]]
-    ) -> turns.NextTurn | turns.TrajectoryDone:
-        replica, session = self._replica, call.session
-        once = replica.scenario.config.env.call_semantics == "at-most-once"
-        known, answered = self._sessions.get(session.trajectory_id, (0, 0))
-        if known != session.attempt:
-            if once and (call.turn or call.stored):
-                raise turns.SessionLost("its replica has ended")
-            self._sessions[session.trajectory_id] = (session.attempt, call.turn)
-            answered = call.turn
-        row = replica.rows[session.trajectory_id]
-        made = made_of(replica.scenario, replica.scenario.seed_of(row))
-        if call.turn >= len(made.contexts):
-            await self._pause()
-            self.end_session(session.trajectory_id)
-            return turns.TrajectoryDone(None, f"{row.num_tokens} tokens")
-        effect = turns.Effect(0, "ask", "{}", "intended")
-        if once and answered == call.turn:
-            self._sessions[session.trajectory_id] = (session.attempt, call.turn + 1)
-            await intend((effect,))
-            replica.world.checks.contents.called(session.trajectory_id, session.attempt, call.turn)
-        await self._pause()
-        return turns.NextTurn(made.contexts[call.turn], (effect._replace(status="done"),))
-
-    def end_session(self, trajectory_id: str) -> None:
-        self._sessions.pop(trajectory_id, None)
-
-    async def _pause(self) -> None:
-        replica, world = self._replica, self._replica.scenario.world
-        answer_s, spread = world.answer_s, world.answer_p99_to_median
-        share = _tailed(replica.chance, spread) if spread else replica.chance.uniform(0.5, 1.5)
-        await asyncio.sleep(answer_s * share * replica.process.slow)
-
-
 class Replica(Idle):
     """The model of one boot of a replica."""
 
@@ -253,9 +144,8 @@ class Replica(Idle):
         rows: Mapping[str, Row],
     ) -> None:
         super().__init__(process)
-        self.rows, self.rewards = rows, Rewards(self)
+        self.rewards = Rewards(self, rows)
         self.weights = ReachableWeights(process, self.chance, arenas, models)
-        self.environments = Environments(self) if process.world.config.env.path else None
         self.engine: ReplicaEngine | None = None
 
     def make_actor(self, host: Host) -> ActorRole:
