@@ -28,9 +28,10 @@ class FakeSessions:
 
     def __init__(self) -> None:
         self.may_start, self.ended = asyncio.Event(), list[str]()
-        self.fails = ""
+        self.fails, self.begun = "", False
 
     async def reset(self, session: Session) -> tuple[int, ...] | None:
+        self.begun = True
         await self.may_start.wait()
         if self.fails:
             raise SessionLost(self.fails)
@@ -96,11 +97,12 @@ async def test_a_first_turn_is_requested_once_the_store_has_its_prompt(
 async def test_what_was_taken_back_while_it_started_is_not_reported(tmp_path: Path) -> None:
     hosted = Hosted(tmp_path)
     await hosted.store.answer_open()
+    await until(lambda: hosted.sessions.begun)
     placed = cmd.PlacedTrajectory(trajectory_id=T, placement=3)
     hosted.tell(cmd.AbortTrajectories(to="agent-0", items=(placed,)))
     assert hosted.sessions.ended == [T]
     hosted.sessions.may_start.set()
-    await until(lambda: hosted.actor.openings.as_of == 1)
+    await hosted.answer_prompt("ok")
     for _ in range(20):
         await asyncio.sleep(0)
     assert hosted.host.events == []
