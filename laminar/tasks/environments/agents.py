@@ -1,7 +1,7 @@
 """Agents of a replica: programs whose requests to a chat API are the turns of its trajectories.
 
-Reads   the turn's ids; requests of the user's agent, in a process for each trajectory
-        (agent_process.py)
+Reads   the turn's ids; requests (endpoint.py) of the user's agent, in a process for each
+        trajectory (agent_process.py)
 Gives   NextTurn, with the ids of the new messages, or TrajectoryDone, with the agent's score
 Raises  SessionLost if the agent has seen a turn and is gone; EnvironmentFailed if the agent itself
         is the cause
@@ -23,10 +23,10 @@ from laminar.config import Config
 from laminar.events.reasons import EndedBy
 from laminar.run.child_channel import ChildLost
 from laminar.run.child_process import Output
-from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments import chat_messages as chat
-from laminar.tasks.environments.chat_messages import RequestRefused
+from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused
 from laminar.tasks.environments.conversation import Chat, ChatFormat
+from laminar.tasks.environments.endpoint import ChatEndpoint, Gate, TurnReply
 from laminar.tasks.environments.pool import (
     CUT_OFF,
     CallKilled,
@@ -38,12 +38,7 @@ from laminar.tasks.environments.pool import (
     make_timeout_result,
 )
 from laminar.tasks.environments.session_pool import SessionPool, SessionProcess
-from laminar.tasks.environments.session_process import (
-    AgentReply,
-    AgentRequest,
-    ChatReply,
-    TurnRequest,
-)
+from laminar.tasks.environments.session_process import AgentReply, AgentRequest
 from laminar.tasks.environments.turns import Effect, NextTurn, SessionLost, TrajectoryDone, TurnCall
 from laminar.tasks.rewards.results import RewardResult, apply_error_score
 
@@ -56,25 +51,31 @@ Ids = tuple[int, ...]
 
 
 class AgentSession:
-    """An agent in its process, and its conversation."""
+    """An agent in its process, its requests, and its conversation."""
 
-    def __init__(self, process: SessionProcess, form: ChatFormat, row: PromptRow) -> None:
-        self._process, self.chat = process, Chat(form, row)
+    def __init__(
+        self, process: SessionProcess, gate: Gate, form: ChatFormat, request: AgentRequest
+    ) -> None:
+        """Start the agent."""
+        self._process, self._gate, self.chat = process, gate, Chat(form, request.row)
+        self._end = asyncio.ensure_future(process.send_request(request))
+        self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # retrieved
         self.turn = 0  #: the turn for which the agent waits
         self.closed: EndedBy | None = None  #: reason to end the trajectory with the last turn
         self.refusals: list[str] = []
 
     async def request_next(
-        self, request: AgentRequest | TurnRequest, room: int, closed: EndedBy | None = None
+        self, turn: str | None, room: int, closed: EndedBy | None = None
     ) -> Ids | AgentReply:
         """Return the ids of the agent's next valid request, or its end; raise ChildLost.
 
-        `closed`: the reason to refuse all requests; without it, those above `room` are.
+        `turn`: the reply to its last request. `closed`: the reason to refuse all requests; without
+        it, those above `room` are.
         """
-        reply = await self._process.send_request(request)
-        while isinstance(reply, ChatReply):
+        if turn is not None:
+            self._gate.send_reply(TurnReply(turn))
+        while isinstance(asked := await self._wait_for_agent(), ChatRequest):
             try:
-                asked = chat.decode_turn(reply.body)
                 if closed is not None:
                     raise RequestRefused(_WHY_CLOSED[closed], code=chat.TOO_LONG)
                 ids = self.chat.render_request(asked)
@@ -86,11 +87,25 @@ class AgentSession:
                 self.closed = closed
                 self.refusals.append(str(refused))
                 ends = closed is not None or len(self.refusals) >= REFUSALS_MAX
-                told = TurnRequest(refused.body, refused=True, closed=ends)
-                reply = await self._process.send_request(told)
+                self._gate.send_reply(TurnReply(refused.body, refused=True, closed=ends))
             else:
                 self.chat.accept_request(asked)
                 return tuple(ids)
+        return asked
+
+    async def _wait_for_agent(self) -> ChatRequest | AgentReply:
+        """Return the agent's next request, or its end; raise ChildLost."""
+        self._process.asked = True  # it is the agent that works, not the model
+        asked = asyncio.ensure_future(self._gate.next_request())
+        try:
+            await asyncio.wait([self._end, asked], return_when=asyncio.FIRST_COMPLETED)
+            if not self._end.done():
+                self._process.asked = False
+                return asked.result()
+        finally:
+            asked.cancel()
+        self._gate.close()
+        reply = self._end.result()
         assert isinstance(reply, AgentReply)
         return reply
 
@@ -122,7 +137,12 @@ class Agents(Sessions):
         super().__init__(config, pool)
         model = Path(config.model.name).name
         self._form = ChatFormat(tokenizer, config.data, end_ids, decode, model)
+        self._endpoint = ChatEndpoint(model)
         self._prompt_room = config.data.max_prompt_length + config.env.max_context_tokens
+
+    async def close(self) -> None:
+        await super().close()
+        await self._endpoint.close()
 
     def check_templates(self) -> None:
         """Test the chat template with the tools of all open sessions; raise ConfigError."""
@@ -135,11 +155,13 @@ class Agents(Sessions):
     ) -> Ids | str:
         """Run the agent until its first request."""
         session, limit_s = conversation.session, self._env.turn_timeout_s
-        live = conversation.agent = AgentSession(process, self._form, session.row)
-        request = AgentRequest(session.row, session.seed, self._form.model)
+        url, gate = self._endpoint.open_gate(session.trajectory_id)
+        process.ended.add_done_callback(lambda _: self._endpoint.close_gate(url))
+        request = AgentRequest(session.row, session.seed, self._form.model, url, gate.key)
+        live = conversation.agent = AgentSession(process, gate, self._form, request)
         try:
             async with asyncio.timeout(limit_s):
-                asked = await live.request_next(request, self._prompt_room)
+                asked = await live.request_next(None, self._prompt_room)
         except TimeoutError:
             return f"{describe_timeout(limit_s)} (env.turn_timeout_s)"
         except ChildLost as died:
@@ -191,12 +213,12 @@ class Agents(Sessions):
             before = [*call.prompt_ids, *(i for _, part in call.parts[:at] for i in part)]
             name = f"chatcmpl-{call.session.trajectory_id}-{live.turn}"
             cut = is_last and call.finish_reason == CUT_OFF
-            request = TurnRequest(live.chat.make_reply(ids, before, name, cut=cut))
+            turn = live.chat.make_reply(ids, before, name, cut=cut)
             live.turn += 1
             if is_last:
-                return await live.request_next(request, call.room, self._find_end(call))
+                return await live.request_next(turn, call.room, self._find_end(call))
             known = call.parts[at + 1][1]
-            if await live.request_next(request, len(known)) != known:
+            if await live.request_next(turn, len(known)) != known:
                 raise SessionLost(_DIFFERS)
         raise SessionLost("its session has had this turn already")
 

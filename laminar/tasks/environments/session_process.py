@@ -88,19 +88,13 @@ class RewardRequest(msgspec.Struct, tag="rate"):
 
 
 class AgentRequest(msgspec.Struct, tag="agent"):
-    """A session's first request: run the agent until it asks the model, or ends."""
+    """A session's only request: run the agent to its end."""
 
     row: PromptRow
     seed: int
     model: str  #: name that the agent is told
-
-
-class TurnRequest(msgspec.Struct, tag="turn"):
-    """The answer to an agent's request: a turn of the model, or a refusal."""
-
-    body: str  #: JSON
-    refused: bool = False
-    closed: bool = False  #: no later request can be answered: all get this body
+    base_url: str
+    api_key: str
 
 
 class TextReply(msgspec.Struct, tag="said"):
@@ -112,20 +106,14 @@ class RewardReply(msgspec.Struct, tag="rated"):
     result: RewardResult
 
 
-class ChatReply(msgspec.Struct, tag="chat"):
-    """A request of the agent for the next turn."""
-
-    body: str  #: JSON
-
-
 class AgentReply(msgspec.Struct, tag="done"):
     """The end of the agent."""
 
     result: RewardResult  #: unscored: the agent returned None
 
 
-Request = ResetRequest | ToolRequest | RewardRequest | AgentRequest | TurnRequest
-Reply = TextReply | RewardReply | ChatReply | AgentReply
+Request = ResetRequest | ToolRequest | RewardRequest | AgentRequest
+Reply = TextReply | RewardReply | AgentReply
 
 
 Serve = Callable[[BlockingChannel], None]

@@ -1,0 +1,331 @@
+"""The chat API of a process's agents, at an address and with a key for each session.
+
+Reads   requests on a port of this machine's loopback interface
+Gives   ChatEndpoint; Gate, the order of a session's requests; TurnReply
+Raises  ConfigError without the extra `agents`
+
+The server starts with the first session, in the event loop of the process that holds the sessions,
+so that a forked session has neither a server nor an event loop. The key is never in an address,
+because clients log addresses. Requests of a session are answered one at a time. If a client leaves
+before its reply, the turn is kept for the same request: a client's retry. Starlette and uvicorn are
+an extra; only this file imports them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+from laminar.config import ConfigError
+from laminar.run.command_line import with_extra
+from laminar.tasks.environments import chat_messages as chat
+from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused
+
+HOST = "127.0.0.1"
+BODY_BYTES_MAX = 16 << 20
+LARGE_BODY_BYTES = 1 << 18  #: above it, a request is read in a thread
+ALIVE_S = 10.0  #: between two signs of life to a client that waits for its turn
+LOOP_TURNS = 6
+"""Turns of the event loop until `_Client` knows that a connection was closed before them."""
+BACKLOG = 2048  #: connections that may wait: clients give up after 5 s
+KEEP_ALIVE_S = 3600  #: longer than any client keeps an idle connection
+COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
+UNKNOWN = f"unknown; this endpoint has POST {COMPLETIONS} and GET {MODELS}"
+RETRY = "x-stainless-retry-count"  #: header of OpenAI's clients
+ENDED = "the agent has ended"
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+T = TypeVar("T")
+
+
+class TurnReply(NamedTuple):
+    """The answer to an agent's request: a turn of the model, or a refusal."""
+
+    body: str  #: JSON
+    refused: bool = False
+    closed: bool = False  #: no later request can be answered: all get this body
+
+
+class _Answered(NamedTuple):
+    """A request and its reply."""
+
+    asked: str
+    reply: TurnReply
+    is_read: bool  #: the client was there when the reply was sent
+
+
+class Gate:
+    """The order of a session's requests: one at a time is answered."""
+
+    def __init__(self) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self._turn = asyncio.Lock()
+        self._requests: asyncio.Queue[ChatRequest] = asyncio.Queue()
+        self._reply: asyncio.Future[TurnReply] | None = None  #: that of the turn under way
+        self._asking = ""  #: request whose turn is under way
+        self._last: _Answered | None = None
+        self._refusal: TurnReply | None = None  #: reply to all requests from now on
+
+    # --- for the session ------------------------------------------------------------------------
+
+    async def next_request(self) -> ChatRequest:
+        """Return the next request that needs a turn; `send_reply` answers it."""
+        return await self._requests.get()
+
+    def send_reply(self, reply: TurnReply) -> None:
+        """Answer the last request; clients that have left are no error."""
+        if reply.closed:
+            self._refusal = reply
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def close(self) -> None:
+        """Refuse all requests from now on."""
+        self.send_reply(TurnReply(chat.make_error(ENDED), refused=True, closed=True))
+
+    # --- for its clients ------------------------------------------------------------------------
+
+    async def answer_request(
+        self, request: ChatRequest, client: _Client, *, is_retry: bool
+    ) -> None:
+        """Answer a request by a turn; a retry gets that of its first try."""
+        asked = request.encode_turn()
+        await client.wait_for(self._turn.acquire(), lambda: asked == self._asking)
+        try:
+            if not client.has_left:
+                reply = self._find_reply(asked, is_retry)
+                reply = reply or await self._request_turn(asked, request, client)
+                self._last = _Answered(asked, reply, await client.send_reply(reply))
+        finally:
+            self._turn.release()
+
+    def _find_reply(self, asked: str, is_retry: bool) -> TurnReply | None:
+        last = self._last
+        if self._refusal is None and last is not None and last.asked == asked:
+            return last.reply if is_retry or not last.is_read else None
+        return self._refusal
+
+    async def _request_turn(self, asked: str, request: ChatRequest, client: _Client) -> TurnReply:
+        self._asking = asked
+        self._reply = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(request)
+        reply = await client.wait_for(self._reply)
+        self._asking = ""
+        return reply
+
+
+class ChatEndpoint:
+    """The server of all sessions of this process."""
+
+    def __init__(self, model: str) -> None:
+        """Create it, not started; `model`: the name that clients are told."""
+        self._model = model
+        self._gates: dict[str, Gate] = {}
+        self._port = self._num_sessions = 0
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def open_gate(self, name: str) -> tuple[str, Gate]:
+        """Return the base URL and the gate of a new session; start with the first one.
+
+        Raises ConfigError.
+        """
+        if self._serving is None:
+            self._start()
+        self._num_sessions += 1
+        name = f"{name}-{self._num_sessions}"
+        gate = self._gates[name] = Gate()
+        return f"http://{HOST}:{self._port}/{name}/v1", gate
+
+    def close_gate(self, base_url: str) -> None:
+        """Refuse all further requests to this address."""
+        if (gate := self._gates.pop(base_url.split("/")[3], None)) is not None:
+            gate.close()
+
+    async def close(self) -> None:
+        """End all connections and the server."""
+        if self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await self._serving
+
+    def _start(self) -> None:
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise ConfigError(f"agents need {error.name}: {with_extra('agents')}") from None
+        listening = socket.create_server((HOST, 0), backlog=BACKLOG)
+        self._port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            self._make_app(),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = nullcontext  # this process handles its signals itself
+        serving = self._server.serve(sockets=[listening])
+        self._serving = asyncio.get_running_loop().create_task(serving)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _make_app(self) -> Any:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        return Starlette(
+            routes=[
+                Route("/{session}" + MODELS, self._list_models, methods=["GET"]),
+                Route("/{session}" + COMPLETIONS, self._answer_completion, methods=["POST"]),
+            ],
+            exception_handlers={404: _refuse_path, 405: _refuse_path},
+        )
+
+    async def _list_models(self, request: Any) -> _Json:
+        if self._find_gate(request) is None:
+            return _Json(401, WRONG_KEY)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "laminar"}
+        return _Json(200, json.dumps({"object": "list", "data": [model]}))
+
+    async def _answer_completion(self, request: Any) -> _Json | _Turn:
+        if (gate := self._find_gate(request)) is None:
+            return _Json(401, WRONG_KEY)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > BODY_BYTES_MAX:
+                long = f"the body must have a length of at most {BODY_BYTES_MAX} bytes"
+                return _Json(400, chat.make_error(long))
+        try:
+            if len(body) > LARGE_BODY_BYTES:
+                asked = await asyncio.to_thread(chat.read_request, bytes(body))
+            else:
+                asked = chat.read_request(bytes(body))
+        except RequestRefused as refused:
+            return _Json(400, refused.body)
+        return _Turn(gate, asked, is_retry=request.headers.get(RETRY, "0") != "0")
+
+    def _find_gate(self, request: Any) -> Gate | None:
+        """Return the session of a request that has its key."""
+        given = request.headers.get("x-api-key") or request.headers.get("authorization") or ""
+        key = given.removeprefix("Bearer ").strip()
+        gate = self._gates.get(request.path_params["session"])
+        known = gate is not None and hmac.compare_digest(key.encode(), gate.key.encode())
+        return gate if known else None
+
+
+WRONG_KEY = chat.make_error(
+    "the API key is not that of this session; use endpoint.api_key or OPENAI_API_KEY",
+    kind="authentication_error",
+    code="invalid_api_key",
+)
+
+
+async def _refuse_path(request: Any, error: Any) -> _Json:
+    return _Json(404, chat.make_error(UNKNOWN))
+
+
+class _Json(NamedTuple):
+    """A reply that is known at once."""
+
+    status: int
+    body: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        await _send_json(send, self.status, self.body)
+
+
+class _Turn:
+    """A reply that is known once the model has had its turn."""
+
+    def __init__(self, gate: Gate, asked: ChatRequest, *, is_retry: bool) -> None:
+        self._gate, self._asked, self._is_retry = gate, asked, is_retry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the turn and send it, or keep it if the client has left."""
+        client = _Client(self._asked, send)
+        watching = asyncio.create_task(client.watch_connection(receive))
+        try:
+            await self._gate.answer_request(self._asked, client, is_retry=self._is_retry)
+        finally:
+            watching.cancel()
+
+
+class _Client:
+    """A client that waits for a turn."""
+
+    def __init__(self, asked: ChatRequest, send: Send) -> None:
+        self._asked, self._send = asked, send
+        self._has_begun = False
+        self.has_left = False
+
+    async def watch_connection(self, receive: Receive) -> None:
+        """Note that the client closes the connection."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = True
+
+    async def wait_for(
+        self, work: Awaitable[T], is_certain: Callable[[], bool] = lambda: True
+    ) -> T:
+        """Await work, and send what clients ignore, so that none gives up.
+
+        Not to a client whose request may still be refused, which needs another status.
+        """
+        task = asyncio.ensure_future(work)
+        while not (await asyncio.wait([task], timeout=ALIVE_S))[0]:
+            if self._asked.stream or is_certain():
+                await self._send_part(": the turn is under way\n\n" if self._asked.stream else " ")
+        return task.result()
+
+    async def send_reply(self, reply: TurnReply) -> bool:
+        """Send the reply; return whether the client was there."""
+        for _ in range(LOOP_TURNS):
+            await asyncio.sleep(0)
+        if self.has_left:
+            return False
+        if not self._has_begun and (reply.refused or not self._asked.stream):
+            await _send_json(self._send, 400 if reply.refused else 200, reply.body)
+            return True
+        events: Iterable[str] = [reply.body]
+        if self._asked.stream and not reply.refused:
+            events = chat.iter_stream(reply.body, include_usage=self._asked.include_usage)
+        form = "data: {}\n\n" if self._asked.stream else "{}"
+        await self._send_part("".join(map(form.format, events)), more=False)
+        return not self.has_left
+
+    async def _send_part(self, text: str, *, more: bool = True) -> None:
+        """Send a part of a body whose length is unknown."""
+        if not self._has_begun:
+            self._has_begun = True
+            kind = "text/event-stream" if self._asked.stream else "application/json"
+            await _send_head(self._send, 200, {"Content-Type": kind, "Cache-Control": "no-store"})
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+
+async def _send_json(send: Send, status: int, body: str) -> None:
+    data = body.encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(data))}
+    await _send_head(send, status, headers)
+    await send({"type": "http.response.body", "body": data})
+
+
+async def _send_head(send: Send, status: int, headers: dict[str, str]) -> None:
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
