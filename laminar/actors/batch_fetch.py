@@ -56,4 +56,5 @@ def sample_of(row: store.StoredTrajectory) -> TrainSample:
         extras=select_numbers(row.extras),
         turns=row.segment_lengths if row.contexts else (),
         contexts=tuple(np.frombuffer(context, dtype="<i4") for context in row.contexts),
+        parents=row.parents,
     )

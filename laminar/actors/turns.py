@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, pairwise
+from operator import add
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ from laminar.config import Config
 from laminar.events import commands as cmd
 from laminar.names import ids
 from laminar.storage import messages as m
+from laminar.storage.branches import count_read_again, find_path
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.turns import (
     Effect,
@@ -77,9 +79,11 @@ def make_turn(opened: m.OpenResult) -> Turn:
     """Return the turn to sample."""
     sampled, number = _decode_ids(opened.tokens), len(opened.contexts)
     turns = list(accumulate(opened.segment_lengths[:number], initial=0))
-    before = [*_decode_ids(opened.prompt_ids)]
-    for (start, end), context in zip(pairwise(turns), opened.contexts, strict=True):
-        before += [*sampled[start:end], *_decode_ids(context)]
+    contexts, before = (opened.prompt_ids, *opened.contexts), list[int]()
+    for turn in find_path(opened.parents, number):
+        before += _decode_ids(contexts[turn])
+        if turn < number:
+            before += sampled[turns[turn] : turns[turn + 1]]
     return Turn(number, tuple(before), tuple(sampled[turns[-1] :]), turns[-1])
 
 
@@ -141,6 +145,7 @@ class Turns:
             turn=len(row.contexts),
             prompt_ids=_decode_ids(row.prompt_ids),
             parts=split_turns(row),
+            parents=row.parents,
             finish_reason=row.finish_reason or "",
             room=self._count_context_room(row),
             stored=effects,
@@ -174,6 +179,7 @@ class Turns:
             placement=item.placement,
             turn=turn,
             tokens=_encode_ids(answer.context),
+            parent=answer.parent,
             effects=effect_items(answer.effects),
         )
         reply = await self.store.send_request(m.Continue(items=(context,)), m.ContinueReply)
@@ -184,9 +190,15 @@ class Turns:
         return Session(row.trajectory_id, row.attempt, seed, prompt_row(row), row.purpose)
 
     def _count_context_room(self, row: m.StoredTrajectory) -> int:
-        """Return how many context tokens still fit; a prompt over the limit counts."""
-        longer = len(row.prompt_ids) // 4 - self.config.data.max_prompt_length
-        used = sum(map(len, row.contexts)) // 4 + max(longer, 0)
+        """Return how many context tokens still fit.
+
+        A prompt over the limit counts, and so does what branches read again: the rows of a
+        trajectory are in one pass of the trainer.
+        """
+        prompt, *contexts = (len(ids) // 4 for ids in (row.prompt_ids, *row.contexts))
+        lengths = map(add, (prompt, *contexts), row.segment_lengths)
+        used = sum(contexts) + max(prompt - self.config.data.max_prompt_length, 0)
+        used += count_read_again(row.parents, [*lengths])
         if len(row.tokens) // 4 >= self.config.data.max_response_length:
             return 0  # there is no room for another turn
         return max(self.config.env.max_context_tokens - used, 0)

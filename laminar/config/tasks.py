@@ -117,3 +117,8 @@ class AgentsConfig(Section, frozen=True, kw_only=True):
         path_form("code:name"),
         doc("path.py:function, called with a row and its endpoint; empty: none"),
     ] = ""
+    thinking: Annotated[
+        Literal["keep", "template"],
+        doc("old thoughts; keep: as sampled; template: in a branch where the template drops them"),
+    ] = "keep"
+    max_branches: Annotated[Count, doc("branches of a response at most: rows of training")] = 16

@@ -22,6 +22,7 @@ import xxhash
 
 from laminar.config import ConfigError
 from laminar.storage import payload_files, rules, schema
+from laminar.storage.branches import ROOT, Parents
 from laminar.storage.rows import DamageError, PromptKey
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row
 from laminar.storage.tables import StoredChunk, Tables
@@ -83,6 +84,7 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
         return problems + _removed_problems(row, chunks)
     tokens = logprobs = b""
     contexts: dict[int, bytes] = {}
+    parents = tables.turns.get_parents(row)
     try:
         loaded, contexts = (
             [tables.load_chunk(chunk) for chunk in chunks],
@@ -98,14 +100,14 @@ def _trajectory_problems(tables: Tables, row: Row, removed: bool) -> list[str]:
             f"trajectory {row.id} counts {row.num_tokens} tokens, its chunks hold "
             f"{len(tokens)} bytes of tokens and {len(logprobs)} of log-probs"
         )
-    digest = rules.digest_payload(tokens, logprobs, list(contexts.values()))
+    digest = rules.digest_payload(tokens, logprobs, list(contexts.values()), parents)
     if row.status != "open" and row.digest != digest:
         problems.append(f"trajectory {row.id} does not match its digest {row.digest}")
-    problems += _context_problems(row, contexts)
-    return problems + _read_problems(tables, row, loaded, contexts)
+    problems += _context_problems(row, contexts, parents)
+    return problems + _read_problems(row, loaded, contexts, parents, _prompt_ids(tables, row))
 
 
-def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
+def _context_problems(row: Row, contexts: dict[int, bytes], parents: Parents) -> list[str]:
     """Check that each answered turn is followed by one context and misses no sampled token."""
     problems, count = [], sum(map(len, contexts.values())) // TOKEN_BYTES
     behind = [turn for turn in contexts if turn]
@@ -118,23 +120,31 @@ def _context_problems(row: Row, contexts: dict[int, bytes]) -> list[str]:
         problems.append(
             f"trajectory {row.id} has tokens of {row.segments} turns, {row.turns} of them answered"
         )
-    return problems
+    return problems + [
+        f"trajectory {row.id} has a turn {turn} that follows turn {parent}"
+        for turn, parent in enumerate(parents)
+        if not ROOT <= parent < turn
+    ]
 
 
 def _read_problems(
-    tables: Tables, row: Row, chunks: list[Chunk], contexts: dict[int, bytes]
+    row: Row, chunks: list[Chunk], contexts: dict[int, bytes], parents: Parents, prompt_ids: bytes
 ) -> list[str]:
-    """Check that each engine began with exactly the prompt and all earlier tokens."""
-    problems, read = [], xxhash.xxh3_128(contexts.get(0) or _prompt_ids(tables, row))
+    """Check that each engine began with exactly the prompt and all earlier tokens of its path."""
+    problems, contexts = [], {0: prompt_ids} | contexts
+    after = {ROOT: xxhash.xxh3_128()}  #: state after all tokens that end with this turn
     for chunk in chunks:
-        if chunk.segment and not chunk.offset:
-            read.update(contexts.get(chunk.segment, b""))
-        if chunk.read and chunk.read != read.hexdigest():
+        turn = chunk.segment
+        if turn not in after:
+            parent = parents[turn] if turn < len(parents) else turn - 1
+            after[turn] = after.get(parent, after[ROOT]).copy()
+            after[turn].update(contexts.get(turn, b""))
+        if chunk.read and chunk.read != after[turn].hexdigest():
             problems.append(
-                f"trajectory {row.id} was sampled at segment {chunk.segment} offset "
-                f"{chunk.offset} after other tokens than the stored ones"
+                f"trajectory {row.id} was sampled at segment {turn} offset {chunk.offset} after "
+                "other tokens than the stored ones"
             )
-        read.update(chunk.tokens)
+        after[turn].update(chunk.tokens)
     return problems
 
 

@@ -33,7 +33,8 @@ class Content(NamedTuple):
     truncated: bool  #: the engine stopped it at the maximum response length
     spans: tuple[TokenSpan, ...]
     turns: tuple[int, ...] = ()  #: tokens of each turn, if there are several
-    contexts: tuple[bytes, ...] = ()  #: tokens read between two turns
+    contexts: tuple[bytes, ...] = ()  #: tokens read before each turn but the first
+    parents: tuple[int, ...] = ()  #: turn that each turn follows, if there are branches
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -43,5 +44,5 @@ def digest_batch(batch: Iterable[Content]) -> str:
     """Return the xxh3_128 (hex) of the samples' MessagePack arrays, in the order of the batch."""
     state = xxhash.xxh3_128()
     for content in batch:
-        state.update(_encode(content))
+        state.update(_encode(content if content.parents else content[:-1]))
     return state.hexdigest()

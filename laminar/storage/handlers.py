@@ -18,6 +18,7 @@ import msgspec
 
 from laminar.storage import messages as m
 from laminar.storage import rules
+from laminar.storage.branches import Parents
 from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey
 from laminar.storage.rules import Chunk, Row
 from laminar.storage.tables import Tables
@@ -84,7 +85,8 @@ class Handlers:
         row = self._save_opened(row, verdict.change, asked)
         chunks = self._rows.load_chunks(row.id) if verdict.answer == "open" else []
         contexts = self._rows.turns.get_contexts(row) if verdict.answer == "open" else {}
-        return _open_result(row, verdict, prompt_ids, chunks, contexts)
+        parents = self._rows.turns.get_parents(row) if verdict.answer == "open" else ()
+        return _open_result(row, verdict, prompt_ids, chunks, contexts, parents)
 
     def _save_opened(self, row: Row | None, change: rules.OpenChange, asked: Row) -> Row:
         if row is not None and change == "none":
@@ -137,7 +139,10 @@ class Handlers:
                 f"{len(logprobs)} of log-probs, its row counts {row.num_tokens} tokens"
             )
         return rules.digest_payload(
-            tokens, logprobs, list(self._rows.turns.get_contexts(row).values())
+            tokens,
+            logprobs,
+            list(self._rows.turns.get_contexts(row).values()),
+            self._rows.turns.get_parents(row),
         )
 
     def _fetch(self, request: m.Fetch) -> m.FetchReply:
@@ -205,6 +210,7 @@ class Handlers:
             tokens=tokens,
             logprobs=logprobs,
             contexts=tuple(contexts.values()),
+            parents=self._rows.turns.get_parents(row),
             effects=tuple(map(effect_item, effects)),
             call_seconds=self._rows.turns.call_seconds(row) if with_prompt else 0.0,
             segment_lengths=rules.segment_lengths(chunks),
@@ -342,6 +348,7 @@ def _open_result(
     prompt_ids: bytes,
     chunks: Sequence[Chunk],
     contexts: dict[int, bytes],
+    parents: Parents,
 ) -> m.OpenResult:
     own_prompt = contexts.pop(0, None)
     return m.OpenResult(
@@ -351,6 +358,7 @@ def _open_result(
         prompt_ids=own_prompt or prompt_ids,
         tokens=b"".join(chunk.tokens for chunk in chunks),
         contexts=tuple(contexts.values()),
+        parents=parents,
         own_prompt=own_prompt is not None,
         segment_lengths=rules.segment_lengths(chunks),
         num_tokens=row.num_tokens,

@@ -123,6 +123,8 @@ class ContextItem(Item, frozen=True, kw_only=True):
     trajectory_id: Name
     placement: Count
     turn: Count  #: turn that reads it; 0: as the prompt, in place of the row's
+    #: turn that it follows; -1: none, its tokens are all that the turn reads; None: the turn before
+    parent: Annotated[int, Meta(ge=-1)] | None = None
     tokens: bytes
     #: calls of the turn before, each with its outcome
     effects: Annotated[tuple[EffectItem, ...], Many] = ()
@@ -245,6 +247,7 @@ class OpenResult(Item, frozen=True, kw_only=True):
     reward: float | None = None
     reward_reason: str | None = None
     contexts: tuple[bytes, ...] = ()  #: token ids after each turn that the environment answered
+    parents: tuple[int, ...] = ()  #: as `branches.Parents`
     #: whether `prompt_ids` are the environment's instead of the row's
     own_prompt: bool = False
 
@@ -305,6 +308,7 @@ class StoredTrajectory(Item, frozen=True, kw_only=True):
     #: token ids after each turn that the environment answered; `tokens` are only the sampled ones,
     #: split into turns by `segment_lengths`
     contexts: tuple[bytes, ...] = ()
+    parents: tuple[int, ...] = ()  #: as `branches.Parents`
     effects: tuple[EffectItem, ...] = ()  #: calls of the last turn; only with the prompt
     call_seconds: float = 0.0  #: total duration of the calls of earlier turns; only with the prompt
 

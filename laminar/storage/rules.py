@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import xxhash
 
+from laminar.storage.branches import ROOT, Parents
+
 Status = Literal["open", "generated", "rewarded"]
 Ending = Literal["trained", "evaluated", "dropped"]
 Answer = Literal["ok", "fenced", "refused"]
@@ -349,12 +351,18 @@ def judge_intend(
 
 
 def judge_context(
-    row: Row | None, placement: int, turn: int, tokens: bytes, stored: bytes | None
+    row: Row | None,
+    placement: int,
+    turn: int,
+    tokens: bytes,
+    stored: bytes | None,
+    parent: int | None = None,
 ) -> Verdict:
     """Decide whether the environment's token ids may be added.
 
-    They are the prompt (turn 0, before the first turn) or follow a turn that has ended. The first
-    ones are kept (`stored`), because the model may have read them.
+    They are the prompt (turn 0, before the first turn) or follow a turn that has ended: the last
+    one, `parent`, or none (-1). The first ones are kept (`stored`), because the model may have read
+    them.
     """
     barred = _check_placement(row, placement)
     if row is None or barred is not None:
@@ -367,6 +375,8 @@ def judge_context(
     if (row.status, turn, row.segments) != due:
         after = f"{row.turns} answered turns, with tokens of {row.segments}"
         return Verdict("refused", f"no context {turn} is due: it is {row.status} after {after}")
+    if parent is not None and not ROOT <= parent < turn:
+        return Verdict("refused", f"context {turn} cannot follow turn {parent}")
     room = MAX_TOKENS - row.num_tokens - row.context_tokens
     reason = _find_invalid_ids_reason(tokens, room)
     return Verdict("refused", reason) if reason else _WRITE
@@ -447,16 +457,20 @@ def apply_end(row: Row | None, asked: Row) -> Row:
     )
 
 
-def digest_payload(tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = ()) -> str:
+def digest_payload(
+    tokens: bytes, logprobs: bytes, contexts: Sequence[bytes] = (), parents: Parents = ()
+) -> str:
     """Return the xxh3_128 (hex) of all tokens, then all log-probs, then the contexts.
 
     Each context is framed by its length; the digest does not depend on how the tokens were cut.
+    The parents of turns follow if there are branches.
     """
     state = xxhash.xxh3_128(tokens)
     state.update(logprobs)
     for context in contexts:
         state.update(f"{len(context)}\n".encode())
         state.update(context)
+    state.update(",".join(map(str, parents)).encode())
     return state.hexdigest()
 
 

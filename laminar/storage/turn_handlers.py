@@ -43,9 +43,10 @@ class TurnHandlers:
         row, stored = self._rows.get_row(item.trajectory_id), None
         if row is not None and row.end is None:
             stored = self._rows.turns.get_contexts(row).get(item.turn)
-        verdict = rules.judge_context(row, item.placement, item.turn, item.tokens, stored)
+        parent = None if item.parent == item.turn - 1 else item.parent
+        verdict = rules.judge_context(row, item.placement, item.turn, item.tokens, stored, parent)
         if row is not None and verdict.changes:
-            self._rows.turns.add_context(row.id, item.turn, item.tokens)
+            self._rows.turns.add_context(row.id, item.turn, item.tokens, parent)
             self.end_effects(row, item.turn - 1, item.effects)
             self._rows.save(row, rules.apply_context(row, item.turn, item.tokens))
         return make_result(item.trajectory_id, verdict)

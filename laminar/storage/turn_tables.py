@@ -9,8 +9,10 @@ No other table refers to these two; tables.py knows the columns of all others.
 from __future__ import annotations
 
 import sqlite3
+from functools import cached_property
 from typing import NamedTuple
 
+from laminar.storage.branches import ROOT, Parents
 from laminar.storage.rows import PayloadRemoved
 from laminar.storage.rules import TOKEN_BYTES, Row
 
@@ -33,10 +35,13 @@ class TurnTables:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
 
-    def add_context(self, trajectory_id: str, turn: int, tokens: bytes) -> None:
+    def add_context(
+        self, trajectory_id: str, turn: int, tokens: bytes, parent: int | None = None
+    ) -> None:
         """Add unsampled tokens that the model reads before this turn (0: as its prompt)."""
-        values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens)
-        self._db.execute("INSERT INTO contexts VALUES (?, ?, ?, ?)", values)
+        values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens, parent)
+        sql = "INSERT INTO contexts (trajectory_id, turn, num_tokens, tokens, parent) "
+        self._db.execute(f"{sql}VALUES (?, ?, ?, ?, ?)", values)
 
     def get_contexts(self, row: Row) -> dict[int, bytes]:
         """Return the row's contexts by the turn that reads them; PayloadRemoved."""
@@ -48,6 +53,21 @@ class TurnTables:
         if len(known) < len(found):
             raise PayloadRemoved(f"the tokens of {row.id} are no longer in the store")
         return known
+
+    def get_parents(self, row: Row) -> Parents:
+        """Return the turn that each of the row's turns follows; () if always the one before."""
+        if not row.turns or not self._has_parents:
+            return ()
+        sql = "SELECT turn, parent FROM contexts WHERE trajectory_id = ? AND parent IS NOT NULL"
+        found: dict[int, int] = dict(self._db.execute(sql, (row.id,)))
+        parents = (ROOT, *(found.get(turn, turn - 1) for turn in range(1, row.turns + 1)))
+        return parents if found else ()
+
+    @cached_property
+    def _has_parents(self) -> bool:
+        """Whether the database knows parents; one of an earlier release has only lines."""
+        columns = self._db.execute("PRAGMA table_info(contexts)")
+        return "parent" in {column[1] for column in columns}
 
     def drop_contexts(self, trajectory_id: str) -> None:
         """Delete the contexts of an attempt that restarts; its calls are kept."""

@@ -78,6 +78,7 @@ class WireSample(msgspec.Struct, frozen=True, kw_only=True):
     extras: Mapping[str, float]
     turns: tuple[int, ...]
     contexts: tuple[Ids, ...]
+    parents: tuple[int, ...]
 
 
 class CheckOrder(_RankOrder, tag="check", frozen=True):

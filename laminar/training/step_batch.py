@@ -113,7 +113,8 @@ def check_samples(samples: Sequence[TrainSample], vocab_limit: int) -> None:
         raise ValueError("the batch has a sample id twice; sample ids must be unique")
     for sample in samples:
         check_ids(f"the prompt of sample {sample.sample_id}", sample.prompt_ids, vocab_limit)
-        check_ids(f"the response of sample {sample.sample_id}", sample.read_ids, vocab_limit)
+        read = np.concatenate([sample.response_ids, *sample.contexts])
+        check_ids(f"the response of sample {sample.sample_id}", read, vocab_limit)
 
 
 def check_ids(what: str, ids: Ids, vocab_limit: int) -> None:

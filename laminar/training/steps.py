@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.names.ids import hash_batch
+from laminar.storage.branches import ROOT, Parents, list_paths
 from laminar.storage.contents import Content
 from laminar.storage.rules import TokenSpan
 
@@ -74,12 +75,21 @@ class MismatchSource(NamedTuple):
     limit: float
 
 
+class SampleRow(NamedTuple):
+    """A sequence that the model reads, and the sampled tokens that it trains."""
+
+    prompt: int  #: tokens before the first turn
+    ids: Ids
+    tokens: NDArray[np.int64]  #: indices of these tokens in the response
+    places: NDArray[np.int64]  #: their positions in `ids`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """A trajectory as training sees it: one token sequence, of one turn or of several.
+    """A trajectory as training sees it: one token sequence, or the rows of its branches.
 
-    Context tokens between two turns are read and nothing more: per-token figures cover the sampled
-    tokens only.
+    Context tokens are read and nothing more: per-token figures cover the sampled tokens only, each
+    once, in the order of the turns, however many rows read it.
     """
 
     sample_id: str
@@ -96,7 +106,8 @@ class TrainSample:
     extras: Mapping[str, float] = field(default_factory=dict)  #: extra figures of the reward
     penalty: float | None = None  #: penalty for length, at most 0; None: there is none
     turns: tuple[int, ...] = ()  #: sampled tokens of each turn; (): a single turn
-    contexts: tuple[Ids, ...] = ()  #: context tokens between turns, at least one each
+    contexts: tuple[Ids, ...] = ()  #: context tokens before each later turn, at least one each
+    parents: Parents = ()  #: turn that each turn follows; (): the one before it
     values: NDArray[np.float64] | None = None  #: a critic's, before each token of the response
     advantage: float | NDArray[np.float64] = 0.0  #: for all response tokens, or for each
 
@@ -122,6 +133,14 @@ class TrainSample:
             raise ValueError(
                 f"sample {self.sample_id} has turns of {self.turns} tokens and "
                 f"{len(self.contexts)} contexts for {len(self.response_ids)} response tokens"
+            )
+        if self.parents and (
+            len(self.parents) != len(self.turns)
+            or not all(ROOT <= parent < turn for turn, parent in enumerate(self.parents))
+        ):
+            raise ValueError(
+                f"sample {self.sample_id} has turns that follow {self.parents}, for "
+                f"{len(self.turns)} turns"
             )
         if not self.temperature > 0:
             raise ValueError(
@@ -154,29 +173,33 @@ class TrainSample:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response, and of the contexts between turns."""
+        """Tokens of prompt and response, and of the contexts; of all rows if there are branches."""
+        if self.parents:
+            return sum(len(row.ids) for row in self.list_rows())
         return len(self.prompt_ids) + len(self.response_ids) + sum(map(len, self.contexts))
 
-    @property
-    def read_ids(self) -> Ids:
-        """Tokens after the prompt: the turns, and the contexts between them."""
-        if not self.contexts:
-            return self.response_ids
-        turns = np.split(self.response_ids, np.cumsum(self.turns)[:-1])
-        parts = [turns[0]]
-        for context, turn in zip(self.contexts, turns[1:], strict=True):
-            parts += [context, turn]
-        return np.concatenate(parts)
+    def list_rows(self) -> list[SampleRow]:
+        """Return the sequences that the model reads, one for each branch.
 
-    @property
-    def sampled_at(self) -> NDArray[np.int64]:
-        """Position of each sampled token in `read_ids`."""
-        places: NDArray[np.int64] = np.arange(len(self.response_ids))
-        if not self.contexts:
-            return places
-        read = np.cumsum([0, *map(len, self.contexts)])
-        places += np.repeat(read, self.turns)
-        return places
+        A sampled token is trained at its place in the first row that has it.
+        """
+        turns = self.turns or (len(self.response_ids),)
+        contexts = (self.prompt_ids, *self.contexts)
+        sampled = np.split(np.arange(len(self.response_ids)), np.cumsum(turns)[:-1])
+        rows, known = [], set[int]()
+        for path in list_paths(self.parents, len(turns)):
+            parts, tokens, places, length = list[Ids](), [], [], 0
+            for turn in path:
+                parts += [contexts[turn], self.response_ids[sampled[turn]]]
+                length += len(contexts[turn])
+                if turn not in known:
+                    tokens.append(sampled[turn])
+                    places.append(length + np.arange(turns[turn]))
+                length += turns[turn]
+            known.update(path)
+            joined = map(np.concatenate, (parts, tokens, places))
+            rows.append(SampleRow(len(contexts[path[0]]), *joined))
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +282,7 @@ def iter_contents(samples: Sequence[TrainSample]) -> Iterator[Content]:
             spans=sample.spans,
             turns=sample.turns,
             contexts=tuple(context.astype("<i4").tobytes() for context in sample.contexts),
+            parents=sample.parents,
         )
 
 

@@ -175,9 +175,9 @@ def test_a_group_of_one_has_advantages(make_learner: Make, make_samples: Make) -
 
 def plain_values(model: torch.nn.Module, sample: TrainSample) -> torch.Tensor:
     """[response tokens] of one sequence alone."""
-    ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.read_ids.tolist()]])
-    at = torch.from_numpy(len(sample.prompt_ids) + sample.sampled_at - 1)
-    found: torch.Tensor = model(input_ids=ids).logits[0, at, 0]
+    (row,) = sample.list_rows()
+    at = torch.from_numpy(row.places - 1)
+    found: torch.Tensor = model(input_ids=torch.from_numpy(row.ids)[None]).logits[0, at, 0]
     return found
 
 

@@ -50,8 +50,9 @@ READ = [11, 12, 90, 13, 91, 92, 14, 15, 16]
 
 
 def test_contexts_are_read_between_the_turns() -> None:
-    assert TURNS.read_ids.tolist() == READ
-    assert [READ[at] for at in TURNS.sampled_at] == TURNS.response_ids.tolist()
+    (row,) = TURNS.list_rows()
+    assert row.ids[row.prompt :].tolist() == READ and row.prompt == 3
+    assert row.ids[row.places].tolist() == TURNS.response_ids.tolist()
     assert TURNS.length == 3 + len(READ) and sample().length == 9
 
 
@@ -66,8 +67,8 @@ def test_only_sampled_tokens_are_scored_each_by_the_token_before_it(once: bool) 
     assert micro.rows.counts.tolist() == [6, 6]
     assert micro.rows.targets.tolist() == [11, 12, 13, 14, 15, 16] * 2
     before = read[micro.rows.index[6:]].tolist()
-    whole = [3, *READ]
-    assert before == [whole[at] for at in TURNS.sampled_at]
+    (row,) = TURNS.list_rows()
+    assert before == row.ids[row.places - 1].tolist()
     assert len(micro.behaviour) == len(micro.advantages) == 12
     assert {90, 91, 92} <= set(read.tolist()) and not {90, 91, 92} & set(
         micro.rows.targets.tolist()

@@ -90,6 +90,7 @@ def _build_content(tables: Tables, trajectory_id: str) -> Content:
         spans=_merge_spans(chunks),
         turns=_count_turn_tokens(chunks) if contexts else (),
         contexts=tuple(contexts.values()),
+        parents=tables.turns.get_parents(row),
     )
 
 

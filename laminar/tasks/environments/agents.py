@@ -23,9 +23,11 @@ from laminar.config import Config
 from laminar.events.reasons import EndedBy
 from laminar.run.child_channel import ChildLost
 from laminar.run.child_process import Output
+from laminar.storage.branches import find_parent
+from laminar.storage.rules import MAX_TOKENS
 from laminar.tasks.environments import chat_messages as chat
 from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused
-from laminar.tasks.environments.conversation import Chat, ChatFormat
+from laminar.tasks.environments.conversation import Chat, ChatFormat, ChatTurn, TooManyBranches
 from laminar.tasks.environments.endpoint import ChatEndpoint, Gate, TurnReply
 from laminar.tasks.environments.pool import (
     CUT_OFF,
@@ -65,32 +67,35 @@ class AgentSession:
         self.refusals: list[str] = []
 
     async def request_next(
-        self, turn: str | None, room: int, closed: EndedBy | None = None
-    ) -> Ids | AgentReply:
-        """Return the ids of the agent's next valid request, or its end; raise ChildLost.
+        self, reply: str | None, room: int, closed: EndedBy | None = None
+    ) -> ChatTurn | AgentReply:
+        """Return the turn of the agent's next valid request, or its end; raise ChildLost.
 
-        `turn`: the reply to its last request. `closed`: the reason to refuse all requests; without
+        `reply`: that to its last request. `closed`: the reason to refuse all requests; without
         it, those above `room` are.
         """
-        if turn is not None:
-            self._gate.send_reply(TurnReply(turn))
+        if reply is not None:
+            self._gate.send_reply(TurnReply(reply))
         while isinstance(asked := await self._wait_for_agent(), ChatRequest):
             try:
                 if closed is not None:
                     raise RequestRefused(_WHY_CLOSED[closed], code=chat.TOO_LONG)
-                ids = self.chat.render_request(asked)
-                if len(ids) > room:
+                turn = self.chat.render_request(asked)
+                if turn.num_read > room:
                     closed = EndedBy.CONTEXT_FULL if self.turn else None
-                    full = f"the new messages have {len(ids)} tokens, and {room} are allowed"
+                    full = f"the new messages have {turn.num_read} tokens, and {room} are allowed"
                     raise RequestRefused(full, code=chat.TOO_LONG)
             except RequestRefused as refused:
                 self.closed = closed
+                if isinstance(refused, TooManyBranches):
+                    self.closed = EndedBy.CONTEXT_FULL
                 self.refusals.append(str(refused))
                 ends = closed is not None or len(self.refusals) >= REFUSALS_MAX
                 self._gate.send_reply(TurnReply(refused.body, refused=True, closed=ends))
             else:
-                self.chat.accept_request(asked)
-                return tuple(ids)
+                self.chat.accept_request(asked, turn)
+                self.closed = None
+                return turn
         return asked
 
     async def _wait_for_agent(self) -> ChatRequest | AgentReply:
@@ -136,7 +141,7 @@ class Agents(Sessions):
         pool = SessionPool.from_config(config.env, agent=config.agents.run, on_output=on_output)
         super().__init__(config, pool)
         model = Path(config.model.name).name
-        self._form = ChatFormat(tokenizer, config.data, end_ids, decode, model)
+        self._form = ChatFormat(tokenizer, config.data, end_ids, decode, model, config.agents)
         self._endpoint = ChatEndpoint(model)
         self._prompt_room = config.data.max_prompt_length + config.env.max_context_tokens
 
@@ -167,7 +172,7 @@ class Agents(Sessions):
         except ChildLost as died:
             return f"its process ended ({died})"
         if not isinstance(asked, AgentReply):
-            return asked
+            return asked.ids
         refused = f"; its request was refused: {live.refusals[-1]}" if live.refusals else ""
         return (asked.result.detail or f"it returned {asked.result.reward}") + refused
 
@@ -195,11 +200,13 @@ class Agents(Sessions):
         live.refusals = []
         effect = _make_effect("done", told, seconds)
         if not isinstance(asked, AgentReply):
-            return NextTurn(asked, (effect,))
+            return NextTurn(asked.ids, (effect,), asked.parent)
         reason = live.closed or EndedBy.NONE
         return TrajectoryDone(self._read_score(asked.result, live), text, reason, (effect,))
 
-    async def _continue_agent(self, conversation: Conversation, call: TurnCall) -> Ids | AgentReply:
+    async def _continue_agent(
+        self, conversation: Conversation, call: TurnCall
+    ) -> ChatTurn | AgentReply:
         """Give the agent the turns that its session has not had, with the last one that of `call`.
 
         Raises SessionLost if a new session asks for earlier turns in other words.
@@ -210,15 +217,15 @@ class Agents(Sessions):
         turns = [at for at, (is_sampled, _) in enumerate(call.parts) if is_sampled]
         for at in turns[live.turn :]:
             is_last, ids = at == turns[-1], call.parts[at][1]
-            before = [*call.prompt_ids, *(i for _, part in call.parts[:at] for i in part)]
             name = f"chatcmpl-{call.session.trajectory_id}-{live.turn}"
             cut = is_last and call.finish_reason == CUT_OFF
-            turn = live.chat.make_reply(ids, before, name, cut=cut)
+            reply = live.chat.make_reply(ids, name, cut=cut)
             live.turn += 1
             if is_last:
-                return await live.request_next(turn, call.room, self._find_end(call))
-            known = call.parts[at + 1][1]
-            if await live.request_next(turn, len(known)) != known:
+                return await live.request_next(reply, call.room, self._find_end(call))
+            known = call.parts[at + 1][1], find_parent(call.parents, live.turn)
+            again = await live.request_next(reply, MAX_TOKENS)
+            if isinstance(again, AgentReply) or again[:2] != known:
                 raise SessionLost(_DIFFERS)
         raise SessionLost("its session has had this turn already")
 

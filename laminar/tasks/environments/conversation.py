@@ -1,22 +1,26 @@
-"""The conversation of an agent: requests to a chat API as the ids of turns and contexts.
+"""The conversations of an agent: requests to a chat API as the ids of turns and contexts.
 
 Reads   ChatRequest (chat_messages.py), the ids of turns, the tokenizer and its chat template
-Gives   Chat, ChatFormat
-Raises  RequestRefused for messages that cannot continue the conversation
+Gives   Chat, ChatFormat, ChatTurn
+Raises  RequestRefused for messages that cannot be rendered, or one branch too many
 
-Ids of a turn are never made from its text again: a request that continues the conversation adds the
-ids of its new messages. A separate module, because agents.py knows processes and limits, not
-messages.
+Ids of a turn are never made from its text again. A session is a tree of turns: a request whose
+messages extend those of any turn continues from the ids as sampled and read, and adds the ids of
+its new messages. Anything else is a new root, whose context is the whole request: compacted or
+edited histories, sub-agents, other tools. What clients change on the way is ignored in comparing
+(compare_form). A separate module, because agents.py knows processes and limits, not messages.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from laminar.config.tasks import AgentsConfig
 from laminar.config.tree import DataConfig
+from laminar.storage.branches import ROOT
 from laminar.tasks.data.chat import encode_prompt
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments import chat_messages as chat
@@ -27,6 +31,14 @@ from laminar.tasks.environments.tool_calls import CallParser, TurnMessage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Ids = tuple[int, ...]
+Forms = tuple[tuple[str, ...], ...]
+_MARK = "0d9c1f"  #: reasoning to look for in the output of a template
+
+
+class TooManyBranches(RequestRefused):
+    """A request for one more branch than a trajectory may have."""
+
 
 class ChatFormat(NamedTuple):
     """The tokenizer and the chat template, for conversations with any tools."""
@@ -36,82 +48,161 @@ class ChatFormat(NamedTuple):
     end_ids: frozenset[int]
     decode: Callable[[list[int]], str]
     model: str
+    agents: AgentsConfig = AgentsConfig()
+
+
+class ChatTurn(NamedTuple):
+    """A request as the turn that answers it sees it."""
+
+    ids: Ids  #: what the model reads first, after its parent
+    parent: int  #: turn that they follow, or ROOT
+    num_read: int  #: tokens that the request adds to the rows of the trajectory
+
+
+@dataclass
+class _Node:
+    """A turn: the request before it, and its reply once there is one."""
+
+    turn: ChatTurn
+    asked: ChatRequest
+    forms: Forms  #: of all messages, the reply included
+    sampled: Ids = ()
+    reasoning: str = ""
+    answered: bool = False
 
 
 class Chat:
-    """A conversation, whose ids are never made from its text again."""
+    """The conversations of a session."""
 
     def __init__(self, form: ChatFormat, row: PromptRow) -> None:
         self._form, self._row = form, row
-        self._asked: ChatRequest | None = None  #: the request that waits for a turn
-        self._history: list[tuple[str, ...]] = []  #: messages read and sampled
-        self._calls: list[chat.Message] = []  #: calls of the last turn
+        self._nodes: list[_Node] = []  #: by turn; the last one may wait for its reply
         self._num_calls = 0
 
-    def render_request(self, asked: ChatRequest) -> list[int]:
-        """Return the ids that the model reads before its next turn; raise RequestRefused."""
+    def render_request(self, asked: ChatRequest) -> ChatTurn:
+        """Return the turn that a request asks for; raise RequestRefused."""
         try:
-            if self._asked is None:
-                row = replace(self._row, prompt=asked.messages)
-                return encode_prompt(self._form.tokenizer, row, self._form.data, asked.tools)
-            new = self._find_new(self._asked, asked)
-            return self._make_renderer(asked).render_messages(self._calls, new)
-        except RequestRefused:
-            raise
+            parent = self._find_parent(asked)
+            if parent == ROOT:
+                row = replace(self._row, prompt=_name_results(asked.messages))
+                ids = encode_prompt(self._form.tokenizer, row, self._form.data, asked.tools)
+            else:
+                ids = self._render_new(self._nodes[parent], asked)
         except Exception as error:  # templates raise various types
             raise RequestRefused(f"the messages cannot be rendered: {error}") from None
+        again = 0
+        if parent != ROOT and any(node.turn.parent == parent for node in self._nodes):
+            again = len(self._list_ids(parent))
+        if parent == ROOT or again:
+            self._check_branches()
+        return ChatTurn(tuple(ids), parent, len(ids) + again)
 
-    def accept_request(self, asked: ChatRequest) -> None:
-        self._asked = asked
-        self._history = [chat.compare_form(message) for message in asked.messages]
+    def accept_request(self, asked: ChatRequest, turn: ChatTurn) -> None:
+        """Have the next turn answer this request."""
+        self._nodes.append(_Node(turn, asked, _compare_forms(asked)))
 
-    def make_reply(self, ids: Sequence[int], before: Sequence[int], name: str, *, cut: bool) -> str:
-        """Return the completion for a turn, with which the conversation continues."""
-        assert self._asked is not None
+    def make_reply(self, ids: Sequence[int], name: str, *, cut: bool) -> str:
+        """Return the completion for the turn that is awaited, which requests may extend."""
+        node = self._nodes[-1]
+        assert not node.answered
+        before = self._list_ids(len(self._nodes) - 1)
         text = self._form.decode(list(ids))
         turn = TurnMessage(text, "", [])
         if not cut:
             parser = CallParser(
-                self._form.tokenizer, self._asked.tools if self._asked.may_call else []
+                self._form.tokenizer, node.asked.tools if node.asked.may_call else []
             )
             turn = parser.parse_message(ids, before, text)
         message = chat.make_turn_message(turn, self._num_calls)
         self._num_calls += len(turn.calls)
-        self._calls = message.get("tool_calls", [])
-        self._history.append(chat.compare_form(message))
+        node.sampled, node.reasoning, node.answered = tuple(ids), turn.reasoning, True
+        node.forms += (chat.compare_form(message),)
         head = {"id": name, "created": int(time.time()), "model": self._form.model}
         tokens = len(before), len(ids)
         return chat.make_completion(head, message, turn.reasoning, cut=cut, tokens=tokens)
 
     def check_template(self) -> None:
-        """Test the template with the tools of the request; raise ConfigError."""
-        assert self._asked is not None
-        if self._asked.tools:
-            parser = CallParser(self._form.tokenizer, self._asked.tools)
-            self._make_renderer(self._asked).check_template(parser)
+        """Test the template with the tools of the last request; raise ConfigError."""
+        asked = self._nodes[-1].asked
+        if asked.tools:
+            parser = CallParser(self._form.tokenizer, asked.tools)
+            self._make_renderer(asked).check_template(parser)
 
     def _make_renderer(self, asked: ChatRequest) -> Renderer:
         return Renderer(self._form.tokenizer, self._form.data, asked.tools, self._form.end_ids)
 
-    def _find_new(self, before: ChatRequest, asked: ChatRequest) -> list[chat.Message]:
-        """Return the messages after the last turn; raise RequestRefused for another beginning."""
-        if asked.tools != before.tools:
-            raise RequestRefused(_BRANCH.format("its tools are not those of the first request"))
-        forms, known = [chat.compare_form(m) for m in asked.messages], self._history
-        same = (i for i, form in enumerate(known) if forms[i : i + 1] != [form])
-        if (at := next(same, None)) is not None:
-            raise RequestRefused(_BRANCH.format(f"messages[{at}] is not that of the conversation"))
-        new = asked.messages[len(known) :]
-        if not new or new[-1]["role"] == "assistant":
-            raise RequestRefused(_BRANCH.format("no new message of another role follows"))
-        names = {call["id"]: call["function"]["name"] for call in self._calls}
-        return [
-            {"name": names[m["tool_call_id"]], **m} if m.get("tool_call_id") in names else m
-            for m in new
-        ]
+    def _find_parent(self, asked: ChatRequest) -> int:
+        """Return the turn whose conversation the request extends furthest, the latest of equals.
+
+        ROOT if there is none, or if a reply of the model was edited or added after it: then the
+        whole request is read. So it is where the template would no longer write old thoughts, if
+        these are to be read as served.
+        """
+        forms = _compare_forms(asked)
+        found, length = ROOT, 0
+        for turn, node in enumerate(self._nodes):
+            known = len(node.forms)
+            extends = node.answered and node.asked.tools == asked.tools
+            if extends and length <= known < len(forms) and forms[:known] == node.forms:
+                found, length = turn, known
+        if any(form[0] == "assistant" for form in forms[length:]):
+            return ROOT
+        if self._form.agents.thinking == "template" and self._drops_thoughts(found, asked):
+            return ROOT
+        return found
+
+    def _drops_thoughts(self, turn: int, asked: ChatRequest) -> bool:
+        """Return whether the template leaves out a thought that the model has sampled."""
+        messages = [dict(message) for message in asked.messages]
+        marks = []
+        while turn != ROOT:
+            node = self._nodes[turn]
+            if node.reasoning:
+                marks.append(f"{_MARK}-{turn}-")
+                messages[len(node.forms) - 1]["reasoning_content"] = marks[-1]
+            turn = node.turn.parent
+        text = self._make_renderer(asked).render_text(messages) if marks else ""
+        return any(mark not in text for mark in marks)
+
+    def _render_new(self, node: _Node, asked: ChatRequest) -> list[int]:
+        """Return the ids of the messages that the request adds to those of a turn."""
+        messages = _name_results(asked.messages)
+        reply, new = messages[len(node.forms) - 1], messages[len(node.forms) :]
+        ended = node.sampled[-1] in self._form.end_ids
+        calls = reply.get("tool_calls", ())
+        return self._make_renderer(asked).render_messages(calls, new, ended=ended)
+
+    def _list_ids(self, turn: int) -> list[int]:
+        """Return all ids up to the end of a turn, as sampled and read."""
+        parts = list[Ids]()
+        while turn != ROOT:
+            node = self._nodes[turn]
+            parts += [node.sampled, node.turn.ids]
+            turn = node.turn.parent
+        return [i for part in reversed(parts) for i in part]
+
+    def _check_branches(self) -> None:
+        """Raise RequestRefused if the trajectory has as many branches as it may."""
+        followed = {node.turn.parent for node in self._nodes}
+        branches, most = len({*range(len(self._nodes))} - followed), self._form.agents.max_branches
+        if branches >= most:
+            raise TooManyBranches(
+                f"the session has {branches} branches (agents.max_branches), and the request does "
+                "not extend the last turn of one",
+                code=chat.TOO_LONG,
+            )
 
 
-_BRANCH = (
-    "the request does not continue the last turn of its session: {}; sub-agents, edited histories "
-    "and repeated samples are not supported yet"
-)
+def _compare_forms(asked: ChatRequest) -> Forms:
+    return tuple(map(chat.compare_form, asked.messages))
+
+
+def _name_results(messages: Sequence[chat.Message]) -> list[chat.Message]:
+    """Return messages whose tool results have the name of their tool, which templates may write."""
+    names: dict[str, str] = {}
+    named = []
+    for message in messages:
+        names |= {c["id"]: c["function"]["name"] for c in message.get("tool_calls", ())}
+        known = names.get(message.get("tool_call_id", ""))
+        named.append({"name": known, **message} if known else message)
+    return named

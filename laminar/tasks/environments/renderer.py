@@ -92,11 +92,13 @@ class Renderer:
         whole = self._encode_messages([*before, *_make_result_messages(answers)], begin=True)
         return whole[len(self._encode_ended(before, whole)) :]
 
-    def render_messages(self, calls: Sequence[Message], messages: Sequence[Message]) -> list[int]:
+    def render_messages(
+        self, calls: Sequence[Message], messages: Sequence[Message], *, ended: bool = True
+    ) -> list[int]:
         """Return the ids that follow a turn with `calls`: new messages and the next turn's start.
 
-        The text after the end of a made-up turn, so that templates may rewrite what is before it.
-        Raises ConfigError.
+        The text after the end of a made-up turn, so that templates may rewrite what is before it;
+        after an end token if the turn lacks one (`ended`). Raises ConfigError.
         """
         mark = _MARK
         while any(mark in str(message) for message in messages):
@@ -108,16 +110,25 @@ class Renderer:
                 for call in calls
             ]
         whole = [{"role": "user", "content": "?"}, turn, *messages]
-        text = str(self._apply_template(whole, begin=True, tokenize=False))
-        ends = [str(self._tokenizer.convert_ids_to_tokens(i)) for i in self._end_ids]
+        text = self.render_text(whole)
+        ends = {i: str(self._tokenizer.convert_ids_to_tokens(i)) for i in self._end_ids}
         at = text.rfind(mark)
-        found = [(i, len(end)) for end in ends if at >= 0 and (i := text.find(end, at)) >= 0]
+        found = [
+            (place, len(end), i)
+            for i, end in ends.items()
+            if at >= 0 and (place := text.find(end, at)) >= 0
+        ]
         if not found:
             raise ConfigError(_NO_END)
-        ids, before = self._encode_text(text), self._encode_text(text[: sum(min(found))])
+        place, length, end_id = min(found)
+        ids, before = self._encode_text(text), self._encode_text(text[: place + length])
         if ids[: len(before)] != before:
             raise ConfigError(_NOT_APPENDED)
-        return ids[len(before) :]
+        return [*([] if ended else [end_id]), *ids[len(before) :]]
+
+    def render_text(self, messages: list[Message]) -> str:
+        """Return the text of messages with the start of the next turn; raise ConfigError."""
+        return str(self._apply_template(messages, begin=True, tokenize=False))
 
     def _encode_text(self, text: str) -> list[int]:
         return [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]

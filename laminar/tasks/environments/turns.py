@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from laminar.events.reasons import EndedBy, FailureReason
+from laminar.storage.branches import Parents
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.rewards.results import RewardResult
 
@@ -62,6 +63,7 @@ class TurnCall(NamedTuple):
     room: int  #: maximum number of token ids of the answer
     stored: tuple[Effect, ...] = ()  #: calls of this turn that the store has
     seconds: float = 0.0  #: run time of the calls of earlier turns
+    parents: Parents = ()  #: the turn that each turn follows
 
 
 class NextTurn(NamedTuple):
@@ -69,6 +71,7 @@ class NextTurn(NamedTuple):
 
     context: tuple[int, ...]  #: token ids that the model reads first; at least one, at most `room`
     effects: tuple[Effect, ...] = ()  #: finished calls of this turn
+    parent: int | None = None  #: turn that `context` follows; -1: none; None: this turn
 
 
 class TrajectoryDone(NamedTuple):

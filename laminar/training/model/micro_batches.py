@@ -5,8 +5,9 @@ Gives   lists of indices, and MicroBatch: right-padded rows with flat per-token 
 
 Rows are padded on the right and start at position 0, so a causal model needs no mask: real tokens
 never see padding, and sequences never share a row. Per-token tensors are flat over the response
-tokens of all rows, in the order of `sample_ids`: the softmax over the vocabulary covers trained
-tokens only, and padding cannot enter a sum because it is not there.
+tokens of all samples, in the order of `sample_ids`: the softmax over the vocabulary covers trained
+tokens only, and padding cannot enter a sum because it is not there. The rows of a sample, one for
+each of its branches, are in one micro-batch: whatever is summed over its tokens sees them all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from laminar.storage.rules import TokenSpan
-from laminar.training.steps import Ids, SpanPart, TrainSample, parts_of
+from laminar.training.steps import Ids, SampleRow, SpanPart, TrainSample, parts_of
 
 
 class SequenceRun(NamedTuple):
@@ -46,7 +47,7 @@ class TokenRows:
     input_ids: Tensor  #: [rows, width] int64, right-padded; with `prompts` one row
     index: Tensor  #: [tokens] int64 into the flattened [rows * width] logits
     targets: Tensor  #: [tokens] int64
-    counts: NDArray[np.int64]  #: [sequences] scored tokens of each
+    counts: NDArray[np.int64]  #: [samples] scored tokens of each
     positions: Tensor | None = None  #: [1, width] int64; None: from 0 in every row
     prompts: tuple[SharedPrompt, ...] = ()  #: all prompts of the row; (): a row is one sequence
 
@@ -55,15 +56,15 @@ class TokenRows:
 class MicroBatch:
     """Input of one forward and backward pass; per-token tensors are [tokens] float32."""
 
-    sample_ids: tuple[str, ...]  #: ids of the rows
+    sample_ids: tuple[str, ...]
     spans: tuple[TokenSpan, ...]  #: spans of all tokens
     parts: tuple[SpanPart, ...]  #: parts of these spans
     rows: TokenRows
     behaviour: Tensor
     advantages: Tensor
     temperature: Tensor
-    lengths: Tensor  #: response length of the token's sequence
-    sequence_lengths: Tensor  #: [rows] int64: response length of each row
+    lengths: Tensor  #: response length of the token's sample
+    sequence_lengths: Tensor  #: [samples] int64: response length of each
     empty: bool = False  #: whether its rows belong to another rank and do not count here
 
 
@@ -107,36 +108,40 @@ def pad_token_rows(
     sequences: Sequence[Ids], starts: Sequence[int], device: torch.device
 ) -> TokenRows:
     """Pad `sequences`; row i scores its tokens from position starts[i] >= 1 to its end."""
-    places = [np.arange(start, len(s)) for s, start in zip(sequences, starts, strict=True)]
-    return _pad_rows(sequences, places, device)
+    rows = [
+        SampleRow(start, s, np.arange(len(s) - start), np.arange(start, len(s)))
+        for s, start in zip(sequences, starts, strict=True)
+    ]
+    return _pad_rows([[row] for row in rows], device)
 
 
-def _pad_rows(
-    sequences: Sequence[Ids], places: Sequence[NDArray[np.int64]], device: torch.device
-) -> TokenRows:
-    """Pad `sequences`; row i scores its tokens at places[i], each at least 1.
+def _pad_rows(samples: Sequence[Sequence[SampleRow]], device: torch.device) -> TokenRows:
+    """Pad the rows of each sample, which scores its tokens in order.
 
     The logits that predict the token at position p are those of position p - 1."""
-    width = max(map(len, sequences))
-    ids = np.zeros((len(sequences), width), dtype=np.int64)
-    index = []
-    for row, (sequence, scored) in enumerate(zip(sequences, places, strict=True)):
-        ids[row, : len(sequence)] = sequence
-        index.append(row * width + scored - 1)
-    targets = np.concatenate([s[scored] for s, scored in zip(sequences, places, strict=True)])
+    rows = [row for own in samples for row in own]
+    width = max(len(row.ids) for row in rows)
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    starts, index = iter(range(0, ids.size, width)), []
+    for own in samples:
+        index.append(np.empty(sum(len(row.tokens) for row in own), dtype=np.int64))
+        for row in own:
+            start = next(starts)
+            ids[start // width, : len(row.ids)] = row.ids
+            index[-1][row.tokens] = start + row.places - 1
+    at = np.concatenate(index)
     return TokenRows(
         input_ids=torch.from_numpy(ids).to(device),
-        index=torch.from_numpy(np.concatenate(index)).to(device),
-        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
+        index=torch.from_numpy(at).to(device),
+        targets=torch.from_numpy(ids.reshape(-1)[at + 1]).to(device),
         counts=np.array([len(i) for i in index], dtype=np.int64),
     )
 
 
 def collate_samples(samples: Sequence[TrainSample], device: torch.device) -> MicroBatch:
     """Build the tensors of one micro-batch of padded rows, in the order of `samples`."""
-    sequences = [np.concatenate([s.prompt_ids, s.read_ids]) for s in samples]
-    places = [len(s.prompt_ids) + s.sampled_at for s in samples]
-    return micro_batch(samples, _pad_rows(sequences, places, device), device)
+    rows = _pad_rows([sample.list_rows() for sample in samples], device)
+    return micro_batch(samples, rows, device)
 
 
 def micro_batch(

@@ -8,20 +8,20 @@ attention can read it once (shared_prefix_attention.py), a pass is one flat row,
 | response ...] for each prompt; positions restart at the end of the prompt. The last token of a
 response is not read, as it predicts nothing. The prompt's last token predicts the first token of
 every response, so its gradient is the sum over them. Samples belong together if their prompts are
-equal.
+equal, and so do the branches of a sample that begin with the same context.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from laminar.config import Config
@@ -37,7 +37,7 @@ from laminar.training.model.micro_batches import (
 )
 from laminar.training.model.policy import Compute, LoadedPolicy
 from laminar.training.ranks import SINGLE_RANK, Ranks, assign_sequences
-from laminar.training.steps import TrainSample
+from laminar.training.steps import SampleRow, TrainSample
 
 Siblings = list[TrainSample]
 """Samples of one prompt, shortest response first: equal lengths are adjacent."""
@@ -104,8 +104,10 @@ def _pack_padded(samples: Sequence[TrainSample], max_tokens: int, ranks: int) ->
     found = []
     for share in assign_sequences([s.length for s in samples], ranks):
         own = [samples[i] for i in share]
-        rows = micro_batches([s.length for s in own], max_tokens)
-        found.append([[own[i] for i in chosen] for chosen in rows])
+        lines = [s for s in own if not s.parents]
+        rows = micro_batches([s.length for s in lines], max_tokens)
+        alone = [[s] for s in own if s.parents]
+        found.append(alone + [[lines[i] for i in chosen] for chosen in rows])
     return found
 
 
@@ -157,8 +159,13 @@ def _split_siblings(siblings: Siblings, max_tokens: int) -> list[Siblings]:
 
 
 def _count_read_tokens(sample: TrainSample) -> int:
-    """Count the tokens that are read after the prompt."""
-    return sample.length - len(sample.prompt_ids) - 1
+    """Count the tokens that are read after the prompt, and with the prompts of other roots."""
+    if not sample.parents:
+        return sample.length - len(sample.prompt_ids) - 1
+    rows = sample.list_rows()
+    prompts = {row.ids[: row.prompt].tobytes(): row.prompt for row in rows[1:]}
+    prompts.pop(sample.prompt_ids.tobytes(), None)
+    return sum(len(row.ids) - row.prompt - 1 for row in rows) + sum(prompts.values())
 
 
 def _count_tokens(siblings: Siblings) -> int:
@@ -167,23 +174,25 @@ def _count_tokens(siblings: Siblings) -> int:
 
 def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroBatch:
     """Build the tensors of one pass over one flat row."""
+    samples = [sample for siblings in groups for sample in siblings]
     ids: list[ArrayLike] = []
     positions: list[ArrayLike] = []
-    index: list[ArrayLike] = []
+    index = [np.empty(len(sample.response_ids), dtype=np.int64) for sample in samples]
     prompts = []
     start = 0
-    for siblings in groups:
-        prompt, lengths = len(siblings[0].prompt_ids), [_count_read_tokens(s) for s in siblings]
-        ids += [siblings[0].prompt_ids, *(s.read_ids[:-1] for s in siblings)]
+    for tree in _iter_trees(groups, index):
+        prompt, rows = tree[0][1].prompt, [row for _, row in tree]
+        lengths = [len(row.ids) - prompt - 1 for row in rows]
+        ids += [rows[0].ids[:prompt], *(row.ids[prompt:-1] for row in rows)]
         positions += [np.arange(prompt), *(prompt + np.arange(length) for length in lengths)]
         prompts.append(_build_shared_prompt(start, prompt, lengths))
         last, start = start + prompt - 1, start + prompt
-        for sample, length in zip(siblings, lengths, strict=True):
-            index += [[last], start + sample.sampled_at[1:] - 1]
+        for (found, row), length in zip(tree, lengths, strict=True):
+            at = start + row.places - prompt - 1
+            found[row.tokens] = np.where(row.places == prompt, last, at)
             start += length
-    samples = [sample for siblings in groups for sample in siblings]
     responses = [sample.response_ids for sample in samples]
-    rows = TokenRows(
+    rows_read = TokenRows(
         input_ids=concat_to_tensor(ids, device)[None],
         index=concat_to_tensor(index, device),
         targets=concat_to_tensor(responses, device),
@@ -191,7 +200,21 @@ def collate_siblings(groups: Sequence[Siblings], device: torch.device) -> MicroB
         positions=concat_to_tensor(positions, device)[None],
         prompts=tuple(prompts),
     )
-    return micro_batch(samples, rows, device)
+    return micro_batch(samples, rows_read, device)
+
+
+def _iter_trees(
+    groups: Sequence[Siblings], index: Sequence[NDArray[np.int64]]
+) -> Iterator[list[tuple[NDArray[np.int64], SampleRow]]]:
+    """Yield the rows of each prompt, shortest first, with the index of their sample's tokens."""
+    of_samples = iter(index)
+    for siblings in groups:
+        by_prompt: dict[bytes, list[tuple[NDArray[np.int64], SampleRow]]] = {}
+        for sample, found in zip(siblings, of_samples, strict=False):
+            for row in sample.list_rows():
+                by_prompt.setdefault(row.ids[: row.prompt].tobytes(), []).append((found, row))
+        for tree in by_prompt.values():
+            yield sorted(tree, key=lambda pair: len(pair[1].ids))
 
 
 def _build_shared_prompt(start: int, prompt: int, lengths: Sequence[int]) -> SharedPrompt:

@@ -83,7 +83,7 @@ class Bench:
                 "agents.run": run or f"{path}/own.py:{'solve' if 'def solve' in body else 'loop'}",
                 "env.tool_timeout_s": LIMIT_S,
                 "env.max_turns": 4,
-                **{f"env.{key}": value for key, value in settings.items()},
+                **{key if "." in key else f"env.{key}": value for key, value in settings.items()},
             }
         )
         self.model, self.printed, self.intended = tokenizer(template), [], []
@@ -100,7 +100,7 @@ class Bench:
         return turns.Session(name, attempt, 7, row, "train")
 
     async def begin(self, **columns):
-        self.now, self.parts = self.session(**columns), []
+        self.now, self.parts, self.parents = self.session(**columns), [], [-1]
         self.prompt_ids = await self.agents.reset(self.now)
         return self.model.decode(self.prompt_ids)
 
@@ -112,12 +112,14 @@ class Bench:
     async def repeat(self, *, reason="stop", room=500, stored=()):
         number = sum(sampled for sampled, _ in self.parts) - 1
         call = turns.TurnCall(
-            self.now, number, self.prompt_ids, tuple(self.parts), reason, room, stored
-        )
+            self.now, number, self.prompt_ids, tuple(self.parts), reason, room, stored,
+            parents=tuple(self.parents),
+        )  # fmt: skip
         answer = await self.agents.answer_turn(call, self._intend)
         if isinstance(answer, turns.NextTurn):
             self.call = call
             self.parts.append((False, answer.context))
+            self.parents.append(answer.parent)
             return self.model.decode(answer.context)
         return answer
 
@@ -200,31 +202,52 @@ def test_ids_are_those_of_the_template_for_the_whole_conversation(tmp_path):
     in_bench(tmp_path, agent, body)
 
 
-def test_what_does_not_continue_the_last_turn_is_refused_and_counted(tmp_path):
+def test_a_compacted_history_and_a_sub_agent_are_branches(tmp_path):
+    """Also in a second session, which asks for the same turns after the first one was lost."""
     agent = """
     def solve(task, endpoint):
-        first = [user("a")]
-        said = ask(endpoint, first)
-        found = [
-            code(endpoint, first),
-            code(endpoint, [user("b"), said, user("c")]),
-            code(endpoint, [*first, dict(said, content="other"), user("c")]),
-            code(endpoint, [*first, said, user("c")], tools=TOOLS),
-            code(endpoint, [*first, said], n=2),
-        ]
-        assert [e["type"] for e in found] == ["invalid_request_error"] * 5, found
-        assert "messages[1]" in found[2]["message"] and found[4]["param"] == "n"
-        return {"score": 1, "then": code(endpoint, [*first, said, user("c")])}
+        main = [user("a")]
+        main += [ask(endpoint, main), user("b")]
+        summary = ask(endpoint, [user("sum up: b")], tools=TOOLS)
+        main += [ask(endpoint, main), user("c")]
+        last = ask(endpoint, [user(summary["content"])])["content"]
+        note(code(endpoint, [user("too many")])["code"])
+        return len(last)
     """
 
     async def body(bench):
         await bench.begin()
-        assert await bench.say("x") == f"\n<s>user\nc{END}\n<s>assistant\n"
-        (effect,) = bench.agents._conversations["t"].answers[0].effects
-        assert effect.result.startswith("4 requests refused; the last one: the request does not")
-        assert (await bench.say("y")).result.extras == {"then": "y"}
+        shown = "".join(json.dumps(tool) + "\n" for tool in TOOLS)
+        assert await bench.say("one") == f"{shown}<s>user\nsum up: b{END}\n<s>assistant\n"
+        await kill(bench)
+        assert await bench.say("two") == f"\n<s>user\nb{END}\n<s>assistant\n"
+        assert await bench.say("three") == f"<s>user\ntwo{END}\n<s>assistant\n"
+        await kill(bench)
+        done = await bench.say("four!")
+        assert (done.result.reward, done.reason) == (5, EndedBy.CONTEXT_FULL)
+        assert "1 requests refused; the last one: the session has 3 branches" in (
+            done.effects[0].result
+        )
+        assert bench.log.read_text() == "context_length_exceeded\n"
+        assert bench.parents == [-1, -1, 0, -1]
 
-    in_bench(tmp_path, agent, body)
+    settings = {"agents.max_branches": 3, "max_turns": 5, "call_semantics": "retryable"}
+    in_bench(tmp_path, agent, body, **settings)
+
+
+def test_a_branch_too_many_ends_what_cannot_do_without(tmp_path):
+    agent = """
+    def solve(task, endpoint):
+        ask(endpoint, [user("a")])
+        ask(endpoint, [user("b")])
+    """
+
+    async def body(bench):
+        await bench.begin()
+        done = await bench.say("x")
+        assert (done.reason, done.result) == (EndedBy.CONTEXT_FULL, None)
+
+    in_bench(tmp_path, agent, body, **{"agents.max_branches": 1})
 
 
 @pytest.mark.parametrize(
@@ -277,7 +300,7 @@ def test_an_agent_that_ignores_errors_is_bounded(tmp_path):
         assert answer.effects[0].result.startswith(f"{REFUSALS_MAX} requests refused")
         assert len(bench.log.read_text().splitlines()) == 1000
 
-    in_bench(tmp_path, agent, body)
+    in_bench(tmp_path, agent, body, **{"agents.max_branches": 1})
 
 
 @pytest.mark.parametrize(
