@@ -17,6 +17,7 @@ from laminar.engines.protocol import GenerateRequest
 from laminar.events import commands as cmd
 from laminar.storage import messages as m
 from laminar.storage.rules import digest_read_ids
+from laminar.tasks.environments.stop_strings import StopStrings
 
 
 class LoadedWeights(NamedTuple):
@@ -48,6 +49,7 @@ class ActiveSequence:
     read: str = ""  #: digest of the tokens that the engine read first, until a chunk has it
     parts: list[_Part] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: StopStrings | None = None
 
     @property
     def sampled(self) -> int:

@@ -40,6 +40,7 @@ from laminar.events.reasons import FailureReason, FinishReason, PullPurpose
 from laminar.names import ids
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
+from laminar.tasks.environments.stop_strings import StopStrings
 from laminar.tasks.environments.turns import SessionLost
 
 T = TypeVar("T")
@@ -223,9 +224,13 @@ class Rollout:
         )
         name, version = command.trajectory_id, command.version
         self.host.emit(started, event_seq=order.cause, trajectory=name, version=version)
-        limit = self.config.data.max_response_length
+        room, options = self.config.data.max_response_length - turn.begins, result.options
+        limit = min(room, options.max_tokens or room)
+        if options.stop:
+            running.stop = StopStrings(options.stop, self.parts.decode, turn.done_ids)
         stopped = bool(turn.done_ids) and turn.done_ids[-1] in self.stop_ids
-        if stopped or sampled >= limit:
+        stopped = stopped or (running.stop is not None and running.stop.is_found)
+        if stopped or len(turn.done_ids) >= limit:
             running.finish_reason = protocol.STOP if stopped else protocol.LENGTH
             self.openings.mark_settled(order)
             return self._finish_soon()
@@ -233,7 +238,7 @@ class Rollout:
             request_id=request_id(command),
             prompt_ids=turn.prompt_ids,
             done_ids=turn.done_ids,
-            max_new_tokens=limit - turn.begins,
+            max_new_tokens=limit,
             temperature=choose_temperature(self.config.rollout, command.purpose),
             seed=turn_seed(command.seed, turn.number),
             stop_ids=self.stop_ids,
@@ -295,10 +300,15 @@ class Rollout:
             running = self.running.get(trajectory)
             if running is None or running.command.placement != int(placement):
                 continue
-            weights = self.loader.get_weights(delta.load)
-            running.add(weights, delta.token_ids, delta.logprobs)
-            running.finish_reason = delta.finish_reason
-            finished = finished or delta.finish_reason is not None
+            if running.finish_reason is not None:
+                continue  # behind a stop string
+            tokens, logprobs, reason = delta.token_ids, delta.logprobs, delta.finish_reason
+            if running.stop is not None and (end := running.stop.find_end(tokens)) is not None:
+                tokens, logprobs, reason = tokens[:end], logprobs[:end], protocol.STOP
+                self.engine.abort_request(delta.request_id)
+            running.add(self.loader.get_weights(delta.load), tokens, logprobs)
+            running.finish_reason = reason
+            finished = finished or reason is not None
         if finished:
             self._finish_soon()
 

@@ -117,6 +117,10 @@ class AgentsConfig(Section, frozen=True, kw_only=True):
         path_form("code:name"),
         doc("path.py:function, called with a row and its endpoint; empty: none"),
     ] = ""
+    sampling: Annotated[
+        Literal["replace", "refuse"],
+        doc("temperature and the like in requests; replace: by those of the run"),
+    ] = "replace"
     thinking: Annotated[
         Literal["keep", "template"],
         doc("old thoughts; keep: as sampled; template: in a branch where the template drops them"),

@@ -65,7 +65,8 @@ async def _start_agents(config: Config, rows: Sequence[PromptRow]) -> list[TextR
     async def start(row: PromptRow) -> TextReply:
         session = Session(f"trial-{row.index}", 1, SEED, row, Purpose.TRAIN)
         try:
-            return TextReply(decode([*(await agents.reset(session) or ())]))
+            first = await agents.reset(session)
+            return TextReply(decode([*first.context]) if first else None)
         except SessionLost as failed:
             return TextReply(str(failed), failed=True)
 

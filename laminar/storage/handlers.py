@@ -22,7 +22,7 @@ from laminar.storage.branches import Parents
 from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey
 from laminar.storage.rules import Chunk, Row
 from laminar.storage.tables import Tables
-from laminar.storage.turn_handlers import TurnHandlers, effect_item, make_result
+from laminar.storage.turn_handlers import TurnHandlers, decode_options, effect_item, make_result
 
 REMOVED_AT_ONCE = 256  #: payloads removed per request, so that other requests are not held up
 
@@ -86,7 +86,8 @@ class Handlers:
         chunks = self._rows.load_chunks(row.id) if verdict.answer == "open" else []
         contexts = self._rows.turns.get_contexts(row) if verdict.answer == "open" else {}
         parents = self._rows.turns.get_parents(row) if verdict.answer == "open" else ()
-        return _open_result(row, verdict, prompt_ids, chunks, contexts, parents)
+        options = decode_options(self._rows.turns.get_options(row))
+        return _open_result(row, verdict, prompt_ids, chunks, contexts, parents, options)
 
     def _save_opened(self, row: Row | None, change: rules.OpenChange, asked: Row) -> Row:
         if row is not None and change == "none":
@@ -349,6 +350,7 @@ def _open_result(
     chunks: Sequence[Chunk],
     contexts: dict[int, bytes],
     parents: Parents,
+    options: m.TurnOptions,
 ) -> m.OpenResult:
     own_prompt = contexts.pop(0, None)
     return m.OpenResult(
@@ -360,6 +362,7 @@ def _open_result(
         contexts=tuple(contexts.values()),
         parents=parents,
         own_prompt=own_prompt is not None,
+        options=options,
         segment_lengths=rules.segment_lengths(chunks),
         num_tokens=row.num_tokens,
         tokens_lost=row.tokens_lost,

@@ -36,12 +36,25 @@ class TurnTables:
         self._db = connection
 
     def add_context(
-        self, trajectory_id: str, turn: int, tokens: bytes, parent: int | None = None
+        self,
+        trajectory_id: str,
+        turn: int,
+        tokens: bytes,
+        parent: int | None = None,
+        options: str | None = None,
     ) -> None:
         """Add unsampled tokens that the model reads before this turn (0: as its prompt)."""
-        values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens, parent)
-        sql = "INSERT INTO contexts (trajectory_id, turn, num_tokens, tokens, parent) "
-        self._db.execute(f"{sql}VALUES (?, ?, ?, ?, ?)", values)
+        values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens, parent, options)
+        sql = "INSERT INTO contexts (trajectory_id, turn, num_tokens, tokens, parent, options) "
+        self._db.execute(f"{sql}VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    def get_options(self, row: Row) -> str | None:
+        """Return the options of the row's newest turn."""
+        if not row.context_tokens:
+            return None
+        sql = "SELECT options FROM contexts WHERE trajectory_id = ? AND turn = ?"
+        found = self._db.execute(sql, (row.id, row.turns)).fetchone()
+        return found[0] if found else None
 
     def get_contexts(self, row: Row) -> dict[int, bytes]:
         """Return the row's contexts by the turn that reads them; PayloadRemoved."""

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from laminar.config import Config
 from laminar.events.reasons import EndedBy
 from laminar.run.child_channel import ChildLost
 from laminar.run.child_process import Output
 from laminar.storage.branches import find_parent
+from laminar.storage.messages import TurnOptions
 from laminar.storage.rules import MAX_TOKENS
 from laminar.tasks.environments import chat_messages as chat
 from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused
@@ -49,7 +52,6 @@ if TYPE_CHECKING:
 
 REFUSALS_MAX = 100  #: refused requests of a session; then it gets no turn any more
 AGENT = "agent"  #: name of the work between two requests among the calls of a run
-Ids = tuple[int, ...]
 
 
 class AgentSession:
@@ -63,6 +65,7 @@ class AgentSession:
         self._end = asyncio.ensure_future(process.send_request(request))
         self._end.add_done_callback(lambda end: end.cancelled() or end.exception())  # retrieved
         self.turn = 0  #: the turn for which the agent waits
+        self.options = TurnOptions()  #: of that turn
         self.closed: EndedBy | None = None  #: reason to end the trajectory with the last turn
         self.refusals: list[str] = []
 
@@ -94,7 +97,7 @@ class AgentSession:
                 self._gate.send_reply(TurnReply(refused.body, refused=True, closed=ends))
             else:
                 self.chat.accept_request(asked, turn)
-                self.closed = None
+                self.closed, self.options = None, asked.options
                 return turn
         return asked
 
@@ -142,12 +145,22 @@ class Agents(Sessions):
         super().__init__(config, pool)
         model = Path(config.model.name).name
         self._form = ChatFormat(tokenizer, config.data, end_ids, decode, model, config.agents)
-        self._endpoint = ChatEndpoint(model)
+        self._on_output, self.replaced = on_output, dict[str, Any]()
+        refuse, temperature = config.agents.sampling == "refuse", config.rollout.temperature
+        sampling = chat.Sampling(refuse, temperature)
+        self._endpoint = ChatEndpoint(model, sampling, self._report_replaced)
         self._prompt_room = config.data.max_prompt_length + config.env.max_context_tokens
 
     async def close(self) -> None:
         await super().close()
         await self._endpoint.close()
+
+    def _report_replaced(self, given: Mapping[str, Any]) -> None:
+        """Print the first of each sampling parameter that has no effect."""
+        new = {key: value for key, value in given.items() if key not in self.replaced}
+        self.replaced |= new
+        if new:
+            self._on_output(f"{describe_replaced(new)}\n".encode())
 
     def check_templates(self) -> None:
         """Test the chat template with the tools of all open sessions; raise ConfigError."""
@@ -157,7 +170,7 @@ class Agents(Sessions):
 
     async def _start_session(
         self, conversation: Conversation, process: SessionProcess
-    ) -> Ids | str:
+    ) -> NextTurn | str:
         """Run the agent until its first request."""
         session, limit_s = conversation.session, self._env.turn_timeout_s
         url, gate = self._endpoint.open_gate(session.trajectory_id)
@@ -172,7 +185,7 @@ class Agents(Sessions):
         except ChildLost as died:
             return f"its process ended ({died})"
         if not isinstance(asked, AgentReply):
-            return asked.ids
+            return NextTurn(asked.ids, options=live.options)
         refused = f"; its request was refused: {live.refusals[-1]}" if live.refusals else ""
         return (asked.result.detail or f"it returned {asked.result.reward}") + refused
 
@@ -200,7 +213,7 @@ class Agents(Sessions):
         live.refusals = []
         effect = _make_effect("done", told, seconds)
         if not isinstance(asked, AgentReply):
-            return NextTurn(asked.ids, (effect,), asked.parent)
+            return NextTurn(asked.ids, (effect,), asked.parent, live.options)
         reason = live.closed or EndedBy.NONE
         return TrajectoryDone(self._read_score(asked.result, live), text, reason, (effect,))
 
@@ -211,15 +224,17 @@ class Agents(Sessions):
 
         Raises SessionLost if a new session asks for earlier turns in other words.
         """
-        if conversation.prompt_ids != call.prompt_ids:
+        if conversation.first is None or conversation.first.context != call.prompt_ids:
             raise SessionLost(_DIFFERS)
         live: AgentSession = conversation.agent
         turns = [at for at, (is_sampled, _) in enumerate(call.parts) if is_sampled]
         for at in turns[live.turn :]:
             is_last, ids = at == turns[-1], call.parts[at][1]
             name = f"chatcmpl-{call.session.trajectory_id}-{live.turn}"
-            cut = is_last and call.finish_reason == CUT_OFF
-            reply = live.chat.make_reply(ids, name, cut=cut)
+            first = sum(len(part) for is_sampled, part in call.parts[:at] if is_sampled)
+            scores = np.frombuffer(call.logprobs, "<f4")[first : first + len(ids)].tolist()
+            cut = live.chat.is_cut(ids)
+            reply = live.chat.make_reply(ids, name, cut=cut, logprobs=scores)
             live.turn += 1
             if is_last:
                 return await live.request_next(reply, call.room, self._find_end(call))
@@ -231,7 +246,8 @@ class Agents(Sessions):
 
     def _find_end(self, call: TurnCall) -> EndedBy | None:
         """Return the reason why no turn can follow."""
-        if call.finish_reason == CUT_OFF:
+        sampled = sum(len(part) for is_sampled, part in call.parts if is_sampled)
+        if call.finish_reason == CUT_OFF and sampled >= self._form.data.max_response_length:
             return EndedBy.NONE
         if call.turn + 1 >= self._env.max_turns:
             return EndedBy.MAX_TURNS
@@ -246,6 +262,14 @@ class Agents(Sessions):
         if failed or result.reason == "unscored":
             return None
         return apply_error_score(result, self._reward.error_score)
+
+
+def describe_replaced(given: Mapping[str, Any]) -> str:
+    named = ", ".join(f"{key} = {json.dumps(value)[:100]}" for key, value in given.items())
+    return (
+        f"the sampling of the run replaces {named} of the agent's requests; "
+        'agents.sampling = "refuse" rejects them'
+    )
 
 
 _DIFFERS = "its agent was run again and made another request than before"

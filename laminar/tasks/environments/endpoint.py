@@ -18,14 +18,14 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 from laminar.config import ConfigError
 from laminar.run.command_line import with_extra
 from laminar.tasks.environments import chat_messages as chat
-from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused
+from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused, Sampling
 
 HOST = "127.0.0.1"
 BODY_BYTES_MAX = 16 << 20
@@ -125,9 +125,17 @@ class Gate:
 class ChatEndpoint:
     """The server of all sessions of this process."""
 
-    def __init__(self, model: str) -> None:
-        """Create it, not started; `model`: the name that clients are told."""
-        self._model = model
+    def __init__(
+        self,
+        model: str,
+        sampling: Sampling = chat.REPLACING,
+        on_replaced: Callable[[Mapping[str, Any]], object] = len,
+    ) -> None:
+        """Create it, not started; `model`: the name that clients are told.
+
+        `on_replaced` gets the sampling parameters of requests that have no effect.
+        """
+        self._model, self._sampling, self._on_replaced = model, sampling, on_replaced
         self._gates: dict[str, Gate] = {}
         self._port = self._num_sessions = 0
         self._server: Any = None
@@ -213,11 +221,12 @@ class ChatEndpoint:
                 return _Json(400, chat.make_error(long))
         try:
             if len(body) > LARGE_BODY_BYTES:
-                asked = await asyncio.to_thread(chat.read_request, bytes(body))
+                asked = await asyncio.to_thread(chat.read_request, bytes(body), self._sampling)
             else:
-                asked = chat.read_request(bytes(body))
+                asked = chat.read_request(bytes(body), self._sampling)
         except RequestRefused as refused:
             return _Json(400, refused.body)
+        self._on_replaced(asked.replaced or {})
         return _Turn(gate, asked, is_retry=request.headers.get(RETRY, "0") != "0")
 
     def _find_gate(self, request: Any) -> Gate | None:
