@@ -29,16 +29,21 @@ Make = Callable[..., Any]
 
 
 def vocabulary_log_probs(model: torch.nn.Module, sample: TrainSample) -> Tensor:
-    """[response tokens, vocab] of one sequence alone, at its temperature."""
-    ids, places = sample.prompt_ids.tolist(), list[int]()
-    response = iter(sample.response_ids.tolist())
-    contexts = [[], *(context.tolist() for context in sample.contexts)]
-    for context, count in zip(contexts, sample.turns or [len(sample.response_ids)], strict=True):
-        ids += context
-        places += range(len(ids), len(ids) + count)
-        ids += [next(response) for _ in range(count)]
-    logits = model(input_ids=torch.tensor([ids])).logits[0] / sample.temperature
-    return torch.log_softmax(logits[[place - 1 for place in places]], dim=-1)
+    """[response tokens, vocab] of one sequence alone, at its temperature; of each branch alone."""
+    response, read, found = iter(sample.response_ids.tolist()), list[list[int]](), {}
+    turns, contexts = sample.turns or [len(sample.response_ids)], [sample.prompt_ids]
+    parents = sample.parents or range(-1, len(turns) - 1)
+    for parent, context, count in zip(parents, [*contexts, *sample.contexts], turns, strict=True):
+        before = read[parent] if parent >= 0 else []
+        read.append([*before, *context.tolist(), *(next(response) for _ in range(count))])
+    for turn, ids in enumerate(read):
+        if turn not in parents:  # the first branch that has a turn gives its logits
+            logits = model(input_ids=torch.tensor([ids])).logits[0] / sample.temperature
+            while turn >= 0:
+                end = len(read[turn]) - 1
+                found.setdefault(turn, logits[end - turns[turn] : end])
+                turn = parents[turn]
+    return torch.log_softmax(torch.cat([found[turn] for turn in range(len(turns))]), dim=-1)
 
 
 def token_log_probs(model: torch.nn.Module, sample: TrainSample) -> Tensor:

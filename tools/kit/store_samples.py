@@ -114,10 +114,10 @@ def go_on(
     turn: int = 1,
     placement: int = 1,
     effects: tuple[m.EffectItem, ...] = (),
+    parent: int | None = None,
 ) -> m.Continue:
-    item = m.ContextItem(
-        trajectory_id=name, placement=placement, turn=turn, tokens=ints(*tokens), effects=effects
-    )
+    place = {"trajectory_id": name, "placement": placement, "turn": turn, "parent": parent}
+    item = m.ContextItem(**place, tokens=ints(*tokens), effects=effects)
     return m.Continue(items=(item,))
 
 

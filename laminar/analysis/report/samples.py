@@ -25,6 +25,7 @@ from laminar.names.ids import Purpose
 from laminar.run.directory import STORE_FILE
 from laminar.storage import books, rules
 from laminar.storage import messages as m
+from laminar.storage.branches import Parents, find_parent, list_paths
 from laminar.storage.rows import DamageError, PromptKey
 from laminar.storage.rules import Chunk, Row, TokenSpan
 from laminar.storage.tables import ALL, Tables, TrajectoryFilter
@@ -131,12 +132,19 @@ class Sample(NamedTuple):
         }
 
 
+class _Branch(NamedTuple):
+    """The turns of a branch that no earlier branch has."""
+
+    head: str
+    tokens: bytes  #: of turns and contexts
+
+
 class _StoredSample(NamedTuple):
     """Stored data of a response, except its row."""
 
     prompt: m.PromptPayload
     prompt_ids: bytes
-    tokens: bytes  #: of response and context; empty if removed, and then there is text
+    branches: list[_Branch]  #: none if removed, and then there is text
     text: str
     extras: m.Extras
     spans: tuple[TokenSpan, ...]
@@ -264,26 +272,37 @@ def _read_stored(tables: Tables, row: Row) -> _StoredSample:
     return _StoredSample(
         prompt=m.decode_prompt(prompt),
         prompt_ids=contexts.pop(0, b"") or tables.get_prompt_ids(key, prompt),
-        tokens=_with_contexts(chunks, contexts),
+        branches=_list_branches(row, chunks, contexts, tables.turns.get_parents(row)),
         text=tables.get_text(row.id) if removed else "",
         extras=tables.get_extras(row.id),
         spans=tables.get_spans(row),
     )
 
 
-def _with_contexts(chunks: Iterable[Chunk], contexts: dict[int, bytes]) -> bytes:
-    """Join the token ids of a response in the order in which the model sampled and read them."""
-    parts: list[bytes] = []
+def _list_branches(
+    row: Row, chunks: Iterable[Chunk], contexts: dict[int, bytes], parents: Parents
+) -> list[_Branch]:
+    """Join the token ids of each branch in the order in which the model sampled and read them."""
+    turns: dict[int, bytes] = {}
     for chunk in chunks:
-        parts += [contexts.pop(chunk.segment, b""), chunk.tokens]
-    return b"".join(parts)
+        before = turns.get(chunk.segment) or contexts.get(chunk.segment, b"")
+        turns[chunk.segment] = before + chunk.tokens
+    found = []
+    for number, path in enumerate(list_paths(parents, len(turns)), start=1):
+        new = [turn for turn in path if turn in turns]
+        after = find_parent(parents, new[0]) + 1
+        head = f"\n[{row.id}/{number}{f', after turn {after}' if after else ''}]\n"
+        tokens = b"".join(turns.pop(turn) for turn in new)
+        found.append(_Branch(head if parents else "", tokens))
+    return found
 
 
 def _build_sample(row: Row, decode: Decode, stored: _StoredSample) -> Sample:
     return Sample(
         row,
         decode(_decode_ids(stored.prompt_ids)),
-        decode(_decode_ids(stored.tokens)) or stored.text,
+        "".join(head + decode(_decode_ids(tokens)) for head, tokens in stored.branches)
+        or stored.text,
         msgspec.to_builtins(stored.prompt.ground_truth),
         stored.extras,
         stored.spans,
