@@ -298,7 +298,7 @@ def make_completion(
 
 def _format_token(token: tuple[str, float]) -> Message:
     text, logprob = token
-    data = list(text.encode())
+    data = None if "\ufffd" in text else list(text.encode())  # a part of a character
     return {"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []}
 
 
