@@ -224,14 +224,12 @@ class Rollout:
         )
         name, version = command.trajectory_id, command.version
         self.host.emit(started, event_seq=order.cause, trajectory=name, version=version)
-        room, options = self.config.data.max_response_length - turn.begins, result.options
-        limit = min(room, options.max_tokens or room)
-        if options.stop:
-            running.stop = StopStrings(options.stop, self.parts.decode, turn.done_ids)
+        limit = self.config.data.max_response_length - turn.begins
+        limit = min(limit, result.options.max_tokens or limit)
+        stop = running.stop = StopStrings(result.options.stop, self.parts.decode, turn.done_ids)
         stopped = bool(turn.done_ids) and turn.done_ids[-1] in self.stop_ids
-        stopped = stopped or (running.stop is not None and running.stop.is_found)
-        if stopped or len(turn.done_ids) >= limit:
-            running.finish_reason = protocol.STOP if stopped else protocol.LENGTH
+        if stopped or stop.is_found or len(turn.done_ids) >= limit:
+            running.finish_reason = protocol.STOP if stopped or stop.is_found else protocol.LENGTH
             self.openings.mark_settled(order)
             return self._finish_soon()
         request = protocol.GenerateRequest(
@@ -302,13 +300,9 @@ class Rollout:
                 continue
             if running.finish_reason is not None:
                 continue  # behind a stop string
-            tokens, logprobs, reason = delta.token_ids, delta.logprobs, delta.finish_reason
-            if running.stop is not None and (end := running.stop.find_end(tokens)) is not None:
-                tokens, logprobs, reason = tokens[:end], logprobs[:end], protocol.STOP
+            if running.add_delta(self.loader.get_weights(delta.load), delta):
                 self.engine.abort_request(delta.request_id)
-            running.add(self.loader.get_weights(delta.load), tokens, logprobs)
-            running.finish_reason = reason
-            finished = finished or reason is not None
+            finished = finished or running.finish_reason is not None
         if finished:
             self._finish_soon()
 

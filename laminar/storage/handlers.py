@@ -18,7 +18,6 @@ import msgspec
 
 from laminar.storage import messages as m
 from laminar.storage import rules
-from laminar.storage.branches import Parents
 from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey
 from laminar.storage.rules import Chunk, Row
 from laminar.storage.tables import Tables
@@ -83,11 +82,7 @@ class Handlers:
             ):
                 return None
         row = self._save_opened(row, verdict.change, asked)
-        chunks = self._rows.load_chunks(row.id) if verdict.answer == "open" else []
-        contexts = self._rows.turns.get_contexts(row) if verdict.answer == "open" else {}
-        parents = self._rows.turns.get_parents(row) if verdict.answer == "open" else ()
-        options = decode_options(self._rows.turns.get_options(row))
-        return _open_result(row, verdict, prompt_ids, chunks, contexts, parents, options)
+        return _open_result(row, verdict, prompt_ids, self._rows)
 
     def _save_opened(self, row: Row | None, change: rules.OpenChange, asked: Row) -> Row:
         if row is not None and change == "none":
@@ -139,12 +134,9 @@ class Handlers:
                 f"the chunks of {row.id} hold {len(tokens)} bytes of tokens and "
                 f"{len(logprobs)} of log-probs, its row counts {row.num_tokens} tokens"
             )
-        return rules.digest_payload(
-            tokens,
-            logprobs,
-            list(self._rows.turns.get_contexts(row).values()),
-            self._rows.turns.get_parents(row),
-        )
+        contexts = list(self._rows.turns.get_contexts(row).values())
+        parents = self._rows.turns.get_parents(row)
+        return rules.digest_payload(tokens, logprobs, contexts, parents)
 
     def _fetch(self, request: m.Fetch) -> m.FetchReply:
         room = _Room()
@@ -344,14 +336,11 @@ def _refuse_open(item: m.OpenItem, answer: rules.OpenAnswer, reason: str) -> m.O
 
 
 def _open_result(
-    row: Row,
-    verdict: rules.OpenVerdict,
-    prompt_ids: bytes,
-    chunks: Sequence[Chunk],
-    contexts: dict[int, bytes],
-    parents: Parents,
-    options: m.TurnOptions,
+    row: Row, verdict: rules.OpenVerdict, prompt_ids: bytes, tables: Tables
 ) -> m.OpenResult:
+    is_open = verdict.answer == "open"
+    chunks = tables.load_chunks(row.id) if is_open else []
+    contexts = tables.turns.get_contexts(row) if is_open else {}
     own_prompt = contexts.pop(0, None)
     return m.OpenResult(
         trajectory_id=row.id,
@@ -360,9 +349,9 @@ def _open_result(
         prompt_ids=own_prompt or prompt_ids,
         tokens=b"".join(chunk.tokens for chunk in chunks),
         contexts=tuple(contexts.values()),
-        parents=parents,
+        parents=tables.turns.get_parents(row) if is_open else (),
         own_prompt=own_prompt is not None,
-        options=options,
+        options=decode_options(tables.turns.get_options(row)),
         segment_lengths=rules.segment_lengths(chunks),
         num_tokens=row.num_tokens,
         tokens_lost=row.tokens_lost,

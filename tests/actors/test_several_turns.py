@@ -89,6 +89,16 @@ async def test_a_turn_is_asked_about_with_what_the_limits_leave(tmp_path: Path, 
     assert (call.finish_reason, call.seconds) == (row.finish_reason, seed)
 
 
+async def test_what_branches_read_again_takes_room(tmp_path: Path) -> None:
+    """Like contexts: the rows of a trajectory are in one pass of the trainer."""
+    row: dict[str, Any] = {"prompt_ids": ids(1, 2), "tokens": ids(*range(6))}
+    row |= {"segment_lengths": (3, 1, 1, 1), "contexts": (ids(7), ids(8, 9), ids(5))}
+    line = await asked(tmp_path, stored(**row))
+    tree = await asked(tmp_path, stored(**row, parents=(-1, 0, 0, -1)))
+    assert (line.room, tree.room) == (26, 26 - 5)  # the first turn, with its prompt, in two rows
+    assert tree.parents == (-1, 0, 0, -1) and tree.parts == line.parts
+
+
 async def test_siblings_share_the_seed_of_their_environment(tmp_path: Path) -> None:
     """And every attempt at them, which would else begin in another world."""
 

@@ -14,7 +14,7 @@ import pytest
 from laminar.events import events as ev
 from laminar.tasks.data.tokenizer import load_tokenizer
 from tests.run.call_kills import PLACES, Kills, Stored, problems_of
-from tests.run.conftest import ROOT, Finished, check_books, history, train
+from tests.run.conftest import ROOT, Finished, check_books, history, laminar, train
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 CONFIG = "configs/recipes/calculator/run.toml"
@@ -82,6 +82,37 @@ def solve(task, endpoint):
             messages.append(dict(role="tool", tool_call_id=call["id"], content=result))
 """
 )
+
+TREE = """
+import hashlib
+import json
+import urllib.request
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def solve(task, endpoint):
+    headers = dict(Authorization="Bearer " + endpoint.api_key)
+    replies = []
+
+    def ask(messages):
+        body = json.dumps(dict(messages=messages)).encode()
+        request = urllib.request.Request(endpoint.base_url + "/chat/completions", body, headers)
+        replies.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+        return replies[-1]
+
+    main = [user(task["prompt"])]
+    main += [ask(main), user("Calculate it again.")]
+    ask([user("Calculate 1 + 2.")])  # a sub-agent
+    main += [ask(main), user("Sure?")]
+    compacted = [main[0], dict(role="assistant", content="I have tried."), main[-1]]
+    for _ in range(2):  # and two samples of one request
+        ask(compacted)
+    said = "".join(reply["content"] or "" for reply in replies)
+    return hashlib.sha256(said.encode()).digest()[0] / 255
+"""
 
 
 def effects(run: Finished) -> list[tuple[str, int, int, str]]:
@@ -153,3 +184,26 @@ def test_a_replica_that_dies_in_a_call_repeats_only_what_may_be(
         assert not lost and made > done
         return
     assert lost and done < made <= len(noted)  # no call that was noted was made twice
+
+
+def test_an_agent_with_branches_is_trained_and_its_books_agree(tmp_path: Path) -> None:
+    """It calls a sub-agent, compacts its history and asks twice; with weights loaded in flight."""
+    agent = tmp_path / "tree.py"
+    agent.write_text(TREE)
+    words = (f"agents.run={agent}:solve", 'rollout.weight_update="in-flight"')
+    words += (
+        "rollout.groups_per_version=0",
+        "env.max_context_tokens=400",
+        "data.max_response_length=200",
+    )
+    run = train(tmp_path, *SMALL, *words, config=AGENTS)
+    assert run.code == 0, run.output
+    check_books(run)
+    done = laminar("retrain", str(run.directory))
+    assert done.returncode == 0 and "identical: 3 steps repeated" in done.stdout, done.stdout
+    assert not run.summary["steps_unchanged"]
+    with sqlite3.connect(run.directory / "store.sqlite") as database:
+        sql = "SELECT DISTINCT turn, parent FROM contexts WHERE turn > 0 ORDER BY turn"
+        assert database.execute(sql).fetchall() == [(1, -1), (2, 0), (3, -1), (4, -1)]
+    told = laminar("samples", str(run.directory), "--step", "3").stdout
+    assert told.count("/4]") == 10 and "after turn" not in told

@@ -116,7 +116,7 @@ def test_a_reader_sees_each_branch(database: Database, path: Path) -> None:
     (sample,) = find_samples(path.parent, SampleFilter(name=NAME), lambda i: " ".join(map(str, i)))
     assert (sample.prompt, sample.response) == (
         "100 1",
-        f"\n[{NAME}/1]\n60 61 62 3 80 6\n[{NAME}/2]\n1 2 70 4 5 90 7\n"
+        f"[{NAME}/1]\n60 61 62 3 80 6\n[{NAME}/2]\n1 2 70 4 5 90 7\n"
         f"[{NAME}/3, after turn 3]\n91 8 9",
     )
 

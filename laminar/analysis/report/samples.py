@@ -291,7 +291,7 @@ def _list_branches(
     for number, path in enumerate(list_paths(parents, len(turns)), start=1):
         new = [turn for turn in path if turn in turns]
         after = find_parent(parents, new[0]) + 1
-        head = f"\n[{row.id}/{number}{f', after turn {after}' if after else ''}]\n"
+        head = f"[{row.id}/{number}{f', after turn {after}' if after else ''}]\n"
         tokens = b"".join(turns.pop(turn) for turn in new)
         found.append(_Branch(head if parents else "", tokens))
     return found
@@ -301,7 +301,7 @@ def _build_sample(row: Row, decode: Decode, stored: _StoredSample) -> Sample:
     return Sample(
         row,
         decode(_decode_ids(stored.prompt_ids)),
-        "".join(head + decode(_decode_ids(tokens)) for head, tokens in stored.branches)
+        "\n".join(head + decode(_decode_ids(tokens)) for head, tokens in stored.branches)
         or stored.text,
         msgspec.to_builtins(stored.prompt.ground_truth),
         stored.extras,

@@ -23,20 +23,20 @@ class StopStrings:
         self._strings, self._decode = strings, decode
         longest = max((len(each.encode()) for each in strings), default=0)
         self._window = longest + MARGIN  # a token is at least a byte
-        self._ids = list(done_ids)
+        self._ids = list(done_ids[-self._window :])
         self.is_found = bool(strings) and self._has_end()
 
     def find_end(self, tokens: Sequence[int]) -> int | None:
         """Return how many of the next tokens belong to the turn; None: it has not ended."""
-        for number, token in enumerate(tokens, 1):
-            self._ids.append(token)
+        for number, token in enumerate(tokens if self._strings else (), 1):
+            self._ids = [*self._ids[1 - self._window :], token]
             if self._has_end():
                 self.is_found = True
                 return number
         return None
 
     def _has_end(self) -> bool:
-        text = self._decode(self._ids[-self._window :])
+        text = self._decode(self._ids)
         return any(each in text for each in self._strings)
 
 
