@@ -167,6 +167,56 @@ def test_the_tool_loop_of_the_openai_sdk(tmp_path):
     in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/openai_calculator.py:solve")
 
 
+@needs("anthropic")
+def test_a_tool_loop_of_the_anthropic_sdk(tmp_path):
+    agent = """
+    from anthropic import Anthropic, BadRequestError
+
+    def solve(task, endpoint):
+        client, stream = Anthropic(), task["stream"]  # by the variables of the session
+        tool = TOOLS[0]["function"]
+        tools = [dict(name="add", description="Add.", input_schema=tool["parameters"])]
+        messages = [user("a")]
+        while True:
+            asked = dict(model="any", max_tokens=50, messages=messages, system="Be.", tools=tools)
+            try:
+                if stream:
+                    with client.messages.stream(**asked) as events:
+                        reply = events.get_final_message()
+                else:
+                    reply = client.messages.create(**asked)
+            except BadRequestError as error:
+                return dict(score=2, text=error.body["error"]["message"])
+            used = [block for block in reply.content if block.type == "tool_use"]
+            if not used:
+                return dict(score=reply.usage.output_tokens, text=reply.content[0].text)
+            results = [
+                dict(type="tool_result", tool_use_id=each.id, content=str(sum(each.input.values())))
+                for each in used
+            ]
+            messages += [dict(role="assistant", content=reply.content)]
+            messages += [dict(role="user", content=results)]
+    """
+
+    async def body(bench):
+        for stream in (False, True):
+            bench.agents.end_session("t")
+            assert (await bench.begin(stream=stream)).endswith(
+                f"<s>system\nBe.{END}\n<s>user\na{END}\n<s>assistant\n"
+            )
+            assert bench.first.options.max_tokens == 50
+            assert await bench.say(add(1, 2)) == f"\n<s>tool\n3{END}\n<s>assistant\n"
+            done = await bench.say("end")
+            assert done.result.extras == {"text": "end"}
+            assert done.result.reward == len(bench.parts[-1][1])
+            bench.agents.end_session("t")
+            await bench.begin(stream=stream)
+            done = await bench.say(add(1, 2), room=1)
+            assert done.result.extras["text"].startswith("prompt is too long: the new messages")
+
+    in_bench(tmp_path, agent, body)
+
+
 @needs("openai")
 def test_a_stream_and_retries_of_the_openai_sdk(tmp_path):
     agent = """

@@ -2,7 +2,7 @@
 
 Reads   the body of a request to POST chat/completions
 Gives   read_request, ChatRequest; compare_form, in which messages that clients have sent back equal
-        those of before; make_completion, iter_stream, make_error
+        those of before; make_completion, iter_events, make_error
 Raises  RequestRefused, which the client gets as the provider's error object with status 400
 
 The model's name is accepted and ignored; sampling parameters are replaced by those of the run, or
@@ -302,8 +302,8 @@ def _format_token(token: tuple[str, float]) -> Message:
     return {"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []}
 
 
-def iter_stream(body: str, *, include_usage: bool) -> Iterator[str]:
-    """Yield the data of a stream's events for a completion: a whole turn, its end, its usage."""
+def iter_events(body: str, asked: ChatRequest) -> Iterator[str]:
+    """Yield the events of a stream for a completion: a whole turn, its end, its usage."""
     found = json.loads(body)
     usage, (choice,) = found.pop("usage"), found["choices"]
     delta = choice.pop("message")
@@ -312,7 +312,11 @@ def iter_stream(body: str, *, include_usage: bool) -> Iterator[str]:
     found["object"] = "chat.completion.chunk"
     ended = {**choice, "delta": {}, "logprobs": None}
     for one in ({**choice, "delta": delta, "finish_reason": None}, ended):
-        yield json.dumps({**found, "choices": [one]})
-    if include_usage:
-        yield json.dumps({**found, "choices": [], "usage": usage})
-    yield "[DONE]"
+        yield format_event(json.dumps({**found, "choices": [one]}))
+    if asked.include_usage:
+        yield format_event(json.dumps({**found, "choices": [], "usage": usage}))
+    yield format_event("[DONE]")
+
+
+def format_event(data: str) -> str:
+    return f"data: {data}\n\n"

@@ -20,10 +20,12 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from laminar.config import ConfigError
 from laminar.run.command_line import with_extra
+from laminar.tasks.environments import anthropic_messages as messages
 from laminar.tasks.environments import chat_messages as chat
 from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused, Sampling
 
@@ -35,8 +37,7 @@ LOOP_TURNS = 6
 """Turns of the event loop until `_Client` knows that a connection was closed before them."""
 BACKLOG = 2048  #: connections that may wait: clients give up after 5 s
 KEEP_ALIVE_S = 3600  #: longer than any client keeps an idle connection
-COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
-UNKNOWN = f"unknown; this endpoint has POST {COMPLETIONS} and GET {MODELS}"
+MODELS = "/v1/models"
 RETRY = "x-stainless-retry-count"  #: header of OpenAI's clients
 ENDED = "the agent has ended"
 
@@ -44,6 +45,34 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
 Send = Callable[[Scope], Awaitable[None]]
 T = TypeVar("T")
+
+
+class Api(NamedTuple):
+    """The form of requests and replies at one path; the conversation knows OpenAI's alone."""
+
+    path: str
+    read: Callable[[bytes, Sampling], ChatRequest]
+    format_reply: Callable[[str], str]
+    iter_events: Callable[[str, ChatRequest], Iterable[str]]
+    format_error: Callable[[str], str]
+    format_error_event: Callable[[str], str]
+
+
+COMPLETIONS = Api(
+    "/v1/chat/completions", chat.read_request, str, chat.iter_events, str, chat.format_event
+)
+MESSAGES = Api(
+    "/v1/messages",
+    messages.read_messages,
+    messages.format_message,
+    messages.iter_events,
+    messages.format_error,
+    messages.format_error_event,
+)
+APIS = (COMPLETIONS, MESSAGES)
+UNKNOWN = (
+    f"unknown; this endpoint has POST {', POST '.join(api.path for api in APIS)} and GET {MODELS}"
+)
 
 
 class TurnReply(NamedTuple):
@@ -196,13 +225,11 @@ class ChatEndpoint:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        return Starlette(
-            routes=[
-                Route("/{session}" + MODELS, self._list_models, methods=["GET"]),
-                Route("/{session}" + COMPLETIONS, self._answer_completion, methods=["POST"]),
-            ],
-            exception_handlers={404: _refuse_path, 405: _refuse_path},
-        )
+        routes = [Route("/{session}" + MODELS, self._list_models, methods=["GET"])]
+        for api in APIS:
+            answer = partial(self._answer_request, api)
+            routes.append(Route("/{session}" + api.path, answer, methods=["POST"]))
+        return Starlette(routes=routes, exception_handlers={404: _refuse_path, 405: _refuse_path})
 
     async def _list_models(self, request: Any) -> _Json:
         if self._find_gate(request) is None:
@@ -210,24 +237,24 @@ class ChatEndpoint:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "laminar"}
         return _Json(200, json.dumps({"object": "list", "data": [model]}))
 
-    async def _answer_completion(self, request: Any) -> _Json | _Turn:
+    async def _answer_request(self, api: Api, request: Any) -> _Json | _Turn:
         if (gate := self._find_gate(request)) is None:
-            return _Json(401, WRONG_KEY)
+            return _Json(401, api.format_error(WRONG_KEY))
         body = bytearray()
         async for part in request.stream():
             body += part
             if len(body) > BODY_BYTES_MAX:
                 long = f"the body must have a length of at most {BODY_BYTES_MAX} bytes"
-                return _Json(400, chat.make_error(long))
+                return _Json(400, api.format_error(chat.make_error(long)))
         try:
             if len(body) > LARGE_BODY_BYTES:
-                asked = await asyncio.to_thread(chat.read_request, bytes(body), self._sampling)
+                asked = await asyncio.to_thread(api.read, bytes(body), self._sampling)
             else:
-                asked = chat.read_request(bytes(body), self._sampling)
+                asked = api.read(bytes(body), self._sampling)
         except RequestRefused as refused:
-            return _Json(400, refused.body)
+            return _Json(400, api.format_error(refused.body))
         self._on_replaced(asked.replaced or {})
-        return _Turn(gate, asked, is_retry=request.headers.get(RETRY, "0") != "0")
+        return _Turn(gate, api, asked, is_retry=request.headers.get(RETRY, "0") != "0")
 
     def _find_gate(self, request: Any) -> Gate | None:
         """Return the session of a request that has its key."""
@@ -263,12 +290,12 @@ class _Json(NamedTuple):
 class _Turn:
     """A reply that is known once the model has had its turn."""
 
-    def __init__(self, gate: Gate, asked: ChatRequest, *, is_retry: bool) -> None:
-        self._gate, self._asked, self._is_retry = gate, asked, is_retry
+    def __init__(self, gate: Gate, api: Api, asked: ChatRequest, *, is_retry: bool) -> None:
+        self._gate, self._api, self._asked, self._is_retry = gate, api, asked, is_retry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for the turn and send it, or keep it if the client has left."""
-        client = _Client(self._asked, send)
+        client = _Client(self._api, self._asked, send)
         watching = asyncio.create_task(client.watch_connection(receive))
         try:
             await self._gate.answer_request(self._asked, client, is_retry=self._is_retry)
@@ -279,8 +306,8 @@ class _Turn:
 class _Client:
     """A client that waits for a turn."""
 
-    def __init__(self, asked: ChatRequest, send: Send) -> None:
-        self._asked, self._send = asked, send
+    def __init__(self, api: Api, asked: ChatRequest, send: Send) -> None:
+        self._api, self._asked, self._send = api, asked, send
         self._has_begun = False
         self.has_left = False
 
@@ -309,14 +336,16 @@ class _Client:
             await asyncio.sleep(0)
         if self.has_left:
             return False
-        if not self._has_begun and (reply.refused or not self._asked.stream):
-            await _send_json(self._send, 400 if reply.refused else 200, reply.body)
+        api, stream = self._api, self._asked.stream
+        body = (api.format_error if reply.refused else api.format_reply)(reply.body)
+        if not self._has_begun and (reply.refused or not stream):
+            await _send_json(self._send, 400 if reply.refused else 200, body)
             return True
-        events: Iterable[str] = [reply.body]
-        if self._asked.stream and not reply.refused:
-            events = chat.iter_stream(reply.body, include_usage=self._asked.include_usage)
-        form = "data: {}\n\n" if self._asked.stream else "{}"
-        await self._send_part("".join(map(form.format, events)), more=False)
+        if stream and reply.refused:
+            body = api.format_error_event(reply.body)
+        elif stream:
+            body = "".join(api.iter_events(reply.body, self._asked))
+        await self._send_part(body, more=False)
         return not self.has_left
 
     async def _send_part(self, text: str, *, more: bool = True) -> None:

@@ -95,7 +95,10 @@ async def test_a_session_has_its_own_address_and_key():
         found = await get(key="", Authorization=f"Bearer {one.gate.key}")
         assert found[1]["data"][0]["id"] == "m"
         status, body = await get("/other")
-        assert status == 404 and "POST /v1/chat/completions" in body["error"]["message"]
+        assert (
+            status == 404
+            and "POST /v1/chat/completions, POST /v1/messages and GET" in body["error"]["message"]
+        )
         connection = await one.send("POST", COMPLETIONS, "{")
         assert (await read(connection))[0] == 400
         long = await one.send("POST", COMPLETIONS, b" " * (endpoint.BODY_BYTES_MAX + 1))
