@@ -191,6 +191,9 @@ def batch_metrics(samples: Sequence[steps.TrainSample], step: int) -> dict[str, 
     }
     causes = Counter(s.truncated_by for s in samples if s.truncated)
     found |= {f"truncated/{cause}": count / len(samples) for cause, count in causes.items()}
+    if any(s.parents for s in samples):
+        branches = [len(s.list_rows()) for s in samples]
+        found |= {"branches/mean": np.mean(branches), "branches/max": max(branches)}
     penalties = [s.penalty for s in samples if s.penalty is not None]
     if penalties:
         found["critic/rewards/mean"] = np.mean([s.trained_reward for s in samples])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2ForTokenClassification
 
 from laminar.config import DataConfig
 from laminar.config.tasks import AgentsConfig
@@ -16,9 +18,10 @@ from laminar.storage.rules import TokenSpan
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.chat_messages import read_request
 from laminar.tasks.environments.conversation import Chat, ChatFormat
+from laminar.training.critic import Critic
 from laminar.training.learner import Learner
 from laminar.training.model.packing import build_passes
-from laminar.training.model.policy import LoadedPolicy
+from laminar.training.model.policy import Compute, LoadedPolicy, build_critic
 from laminar.training.model.shared_prefix_attention import read_prompts_once
 from laminar.training.ranks import Ranks
 from laminar.training.steps import TrainSample
@@ -194,6 +197,9 @@ def test_a_batch_of_random_sessions_has_the_gradient_of_separate_rows(
     assert result.metrics["response_length/mean"] == pytest.approx(np.mean(lengths))
     assert result.metrics["perf/total_num_tokens"] == sum(s.length for s in samples)
     assert sum(m.tokens for m in result.mismatch.values()) <= sum(lengths)
+    leaves = [len(set(range(len(s.turns))) - set(s.parents)) if s.parents else 1 for s in samples]
+    found_branches = [result.metrics[f"branches/{name}"] for name in ("mean", "max")]
+    assert found_branches == [pytest.approx(np.mean(leaves)), max(leaves)]
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -286,3 +292,30 @@ def test_sequence_losses_see_the_whole_session(
             total = total + value / len(samples)  # the mean of the sequences' own means
         total.backward()
         assert_same_gradient(found, gradients(double))
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_critic_reads_each_turn_behind_its_own_branch(
+    once: bool, form: ChatFormat, make_policy: Make, make_config: Make
+) -> None:
+    settings = make_branched_policy(make_policy).model.config
+    settings.num_labels = 1
+    torch.manual_seed(4)
+    model = Qwen2ForTokenClassification(settings).float().eval()
+    with torch.no_grad():
+        model.score.weight.normal_(0.0, 0.3)
+    critic = build_critic(model, VOCAB, device=CPU)
+    critic = replace(critic, prompts_once=critic.prompts_once and once)
+    config = make_config({"algorithm.adv_estimator": "gae", "trainer.micro_batch_tokens": 700})
+    sessions = [s for group in draw_sessions(form, 5) for s in group]
+    samples = [as_sample(s, i // SIBLINGS, i % SIBLINGS) for i, s in enumerate(sessions)]
+    learner = Critic(config, critic, Compute(torch.float32, 1024))
+    valued = learner.assign_values(samples)
+    for session, sample in zip(sessions, valued, strict=True):
+        wanted = []
+        for turn, ids in enumerate(session.sampled):
+            with torch.no_grad():
+                read = model(input_ids=torch.tensor([session.path(turn)])).logits[0, :, 0]
+            wanted += read[-len(ids) - 1 : -1].tolist()
+        np.testing.assert_allclose(sample.values, wanted, atol=1e-5)
+    assert learner.train_step(valued, 0)["critic/grad_norm"] > 0
