@@ -375,7 +375,7 @@ class Config(Section, frozen=True, kw_only=True):
     @property
     def has_sessions(self) -> bool:
         """Whether trajectories have sessions: those of an environment, or those of an agent."""
-        return bool(self.env.path or self.agents.run)
+        return bool(self.env.path or self.agents.label)
 
     def uses(self, part: Section) -> bool:
         return self.has_sessions if part is self.env else part.is_used

@@ -76,7 +76,7 @@ class RealParts:
         self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         self.stop_ids = end_ids(config.model.name, self._tokenizer)
         self._decode = make_response_decoder(self._tokenizer, self.stop_ids)
-        if config.agents.run:
+        if config.agents.label:
             self.environments = Agents(
                 config, self._tokenizer, self.stop_ids, self._decode, self._printed
             )

@@ -1,25 +1,31 @@
-"""An agent in its session: the user's function, and the endpoint that it calls.
+"""An agent in its session: the user's function or command, and the endpoint that it calls.
 
-Reads   the user's Python file
+Reads   the user's Python file; the end of a command's output
+Writes  the row of a command as JSON, in its working directory
 Gives   Endpoint, the function's second argument; main, the fork server (session_process.py)
 Sends   AgentReply at the end of the function
 
-The function has the main thread, and may block it. The chat API that it calls is in the process
-that holds the sessions (endpoint.py).
+The function has the main thread, and may block it. A command is a function that runs it. The chat
+API that it calls is in the process that holds the sessions (endpoint.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from laminar.config import ConfigError
+from laminar.names.process_end import describe_exit
 from laminar.run.child_channel import BlockingChannel
 from laminar.run.user_code import import_file
 from laminar.tasks.data.prompts import PromptRow, from_plain
@@ -35,6 +41,12 @@ from laminar.tasks.environments.session_process import (
 from laminar.tasks.rewards.results import call_guarded
 
 HOSTS = "127.0.0.1,localhost"
+TASK_VARIABLE, TASK_FILE = "LAMINAR_TASK_FILE", "task.json"
+OUTPUT_BYTES = 1 << 16  #: the end of a command's output that is read and printed
+
+
+class CommandFailed(Exception):
+    """The exit of a command with another code than 0."""
 
 
 class Endpoint(NamedTuple):
@@ -66,7 +78,14 @@ def main(fd: str, parent: str) -> None:
 
 
 def _load_agent(start: ForkServerStart) -> tuple[Serve, bool]:
-    """Import the user's file; raise ConfigError."""
+    """Import the user's file, or find the command; raise ConfigError."""
+    if command := start.command:
+        if shutil.which(command[0]) is None:
+            raise ConfigError(
+                f"agents.command = {command!r}: there is no program {command[0]!r} on the PATH; "
+                "name one, or give its path"
+            )
+        return partial(_serve_session, partial(run_command, command), command[-1]), True
     module = import_file(Path(start.path), what="agent", keys="agents.run")
     function = getattr(module, start.name, None)
     try:
@@ -88,6 +107,9 @@ def _serve_session(function: Callable[..., Any], path: str, channel: BlockingCha
     endpoint = Endpoint(request.base_url, request.api_key, request.model)
     endpoint.export_variables()
     task = _make_task(request.row)
+    if request.directory:
+        os.chdir(request.directory)
+        os.environ["TMPDIR"] = request.directory
 
     def run_agent() -> Any:
         value = function(task, endpoint)
@@ -101,6 +123,28 @@ def _make_task(row: PromptRow) -> dict[str, Any]:
     """Return the row as the agent gets it."""
     answer = {} if row.ground_truth is None else {"answer": from_plain(row.ground_truth)}
     return {**answer, **from_plain(row.columns), "prompt": row.prompt}
+
+
+def run_command(command: Sequence[str], task: dict[str, Any], endpoint: Endpoint) -> Any:
+    """Run a command here and return its score: the last line of its output, if that is JSON."""
+    file = Path(TASK_FILE).absolute()
+    file.write_text(json.dumps(task, default=str))
+    os.environ[TASK_VARIABLE] = str(file)
+    with tempfile.TemporaryFile() as output:
+        code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=output)
+        output.seek(max(0, output.tell() - OUTPUT_BYTES))
+        printed = output.read()
+    sys.stderr.buffer.write(printed)
+    sys.stderr.flush()
+    if code:
+        raise CommandFailed(f"{command[0]} ended with {describe_exit(code)}")
+    lines = printed.decode(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    try:
+        found = json.loads(last)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, int | float | dict) else None
 
 
 if __name__ == "__main__":

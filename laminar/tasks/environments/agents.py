@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,7 +144,7 @@ class Agents(Sessions):
         on_output: Output = len,
     ) -> None:
         """Create them, not started; `decode` returns the text of a turn without its end token."""
-        pool = SessionPool.from_config(config.env, agent=config.agents.run, on_output=on_output)
+        pool = SessionPool.from_config(config.env, agents=config.agents, on_output=on_output)
         super().__init__(config, pool)
         model = Path(config.model.name).name
         self._form = ChatFormat(tokenizer, config.data, end_ids, decode, model, config.agents)
@@ -149,11 +152,16 @@ class Agents(Sessions):
         refuse, temperature = config.agents.sampling == "refuse", config.rollout.temperature
         sampling = chat.Sampling(refuse, temperature)
         self._endpoint = ChatEndpoint(model, sampling, self._report_replaced)
+        self._directories: TemporaryDirectory[str] | None = None  #: of commands
+        if config.agents.command:
+            self._directories = TemporaryDirectory(prefix="laminar-agents-")
         self._prompt_room = config.data.max_prompt_length + config.env.max_context_tokens
 
     async def close(self) -> None:
         await super().close()
         await self._endpoint.close()
+        if self._directories is not None:
+            await asyncio.to_thread(self._directories.cleanup)
 
     def _report_replaced(self, given: Mapping[str, Any]) -> None:
         """Print the first of each sampling parameter that has no effect."""
@@ -162,11 +170,9 @@ class Agents(Sessions):
         if new:
             self._on_output(f"{describe_replaced(new)}\n".encode())
 
-    def check_templates(self) -> None:
-        """Test the chat template with the tools of all open sessions; raise ConfigError."""
-        for conversation in self._conversations.values():
-            if conversation.process is not None:
-                conversation.agent.chat.check_template()
+    def check_template(self, trajectory_id: str) -> None:
+        """Test the chat template with the tools of an open session; raise ConfigError."""
+        self._conversations[trajectory_id].agent.chat.check_template()
 
     async def _start_session(
         self, conversation: Conversation, process: SessionProcess
@@ -174,8 +180,11 @@ class Agents(Sessions):
         """Run the agent until its first request."""
         session, limit_s = conversation.session, self._env.turn_timeout_s
         url, gate = self._endpoint.open_gate(session.trajectory_id)
-        process.ended.add_done_callback(lambda _: self._endpoint.close_gate(url))
-        request = AgentRequest(session.row, session.seed, self._form.model, url, gate.key)
+        directory = mkdtemp(dir=self._directories.name) if self._directories else ""
+        process.ended.add_done_callback(lambda _: self._clean_up(url, directory))
+        request = AgentRequest(
+            session.row, session.seed, self._form.model, url, gate.key, directory
+        )
         live = conversation.agent = AgentSession(process, gate, self._form, request)
         try:
             async with asyncio.timeout(limit_s):
@@ -188,6 +197,12 @@ class Agents(Sessions):
             return NextTurn(asked.ids, options=live.options)
         refused = f"; its request was refused: {live.refusals[-1]}" if live.refusals else ""
         return (asked.result.detail or f"it returned {asked.result.reward}") + refused
+
+    def _clean_up(self, url: str, directory: str) -> None:
+        self._endpoint.close_gate(url)
+        if directory:
+            removal = partial(shutil.rmtree, directory, ignore_errors=True)
+            asyncio.get_running_loop().run_in_executor(None, removal)
 
     async def _answer_turn(
         self, conversation: Conversation, call: TurnCall, intend: Intend

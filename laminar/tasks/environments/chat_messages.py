@@ -75,7 +75,7 @@ class ChatRequest(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """What happens to sampling parameters of requests (agents.sampling)."""
+    """The treatment of sampling parameters of requests (agents.sampling)."""
 
     is_refused: bool = False
     temperature: float = 1.0  #: that of the run, which requests may have

@@ -49,6 +49,7 @@ class ForkServerStart(msgspec.Struct, tag="start"):
     unsafe: bool  #: code may run without a sandbox
     memory_mb: int = 0  #: memory limit of a session's process above this one's; 0: no limit
     reward: RewardSpec | None = None  #: functions that take the environment
+    command: list[str] = []  #: program of the agent, in place of a function
 
 
 class ForkSession(msgspec.Struct, tag="fork"):
@@ -95,6 +96,7 @@ class AgentRequest(msgspec.Struct, tag="agent"):
     model: str  #: name that the agent is told
     base_url: str
     api_key: str
+    directory: str = ""  #: working directory, if it is a command
 
 
 class TextReply(msgspec.Struct, tag="said"):

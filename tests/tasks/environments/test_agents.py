@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import textwrap
 
 import numpy as np
@@ -76,6 +77,7 @@ class Bench:
         self.log.touch()
         source = textwrap.dedent(SOURCE.format(log=str(self.log), tools=TOOLS))
         (path / "own.py").write_text(source + "\n" + textwrap.dedent(body))
+        named = run or f"{path}/own.py:{'solve' if 'def solve' in body else 'loop'}"
         config = resolve_config(
             {
                 "model.name": "models/mine",
@@ -85,7 +87,7 @@ class Bench:
                 "rollout.group_size": 2,
                 "reward.error_score": -1.0,
                 "reward.max_retries": 1,
-                "agents.run": run or f"{path}/own.py:{'solve' if 'def solve' in body else 'loop'}",
+                **({"agents.command": run} if isinstance(run, list) else {"agents.run": named}),
                 "env.tool_timeout_s": LIMIT_S,
                 "env.max_turns": 4,
                 **{key if "." in key else f"env.{key}": value for key, value in settings.items()},
@@ -531,6 +533,60 @@ async def test_a_file_that_cannot_be_an_agent_is_refused(tmp_path, source, words
     bench = Bench(tmp_path, f"{source}\n# def solve")
     try:
         with pytest.raises(ConfigError, match=words):
+            await bench.agents.start()
+    finally:
+        await bench.agents.close()
+
+
+PROGRAM = """
+    from types import SimpleNamespace
+
+    task = json.load(open(os.environ["LAMINAR_TASK_FILE"]))
+    key, url = os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]
+    assert os.environ["ANTHROPIC_API_KEY"] == key
+    assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == url and "127.0.0.1" in os.environ["NO_PROXY"]
+    note(os.getcwd())
+    assert os.environ["TMPDIR"] == os.getcwd()
+    said = ask(SimpleNamespace(base_url=url, api_key=key), [user(task["prompt"] + task["answer"])])
+    print("said", said["content"])
+    ENDS
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "result"),
+    [
+        ("print(json.dumps(dict(score=0.5, said=said['content'])))", ("ok", 0.5)),
+        ("print(1)\nprint()", ("ok", 1.0)),
+        ("print('nothing')", None),
+        ("print('[1]')", None),
+        ("sys.exit(3)", ("error", -1.0)),
+        ("os.kill(os.getpid(), 9)", ("error", -1.0)),
+    ],
+)
+def test_a_command_is_an_agent(tmp_path, ends, result):
+    source = textwrap.dedent(PROGRAM).replace("ENDS", f"import sys\n{ends}")
+
+    async def body(bench):
+        own = bench.log.parent / "own.py"
+        own.write_text(own.read_text() + source)
+        assert await bench.begin() == f"<s>user\nDo it.42{END}\n<s>assistant\n"
+        directory = bench.log.read_text().strip()
+        done = await bench.say("fine")
+        assert (done.result and (done.result.reason, done.result.reward)) == result
+        if result == ("error", -1.0):
+            assert "ended with" in done.result.detail
+        assert "said fine" in b"".join(bench.printed).decode()
+        while os.path.exists(directory):
+            await asyncio.sleep(0.01)
+
+    in_bench(tmp_path, "", body, run=[sys.executable, str(tmp_path / "own.py")])
+
+
+async def test_a_command_that_is_not_there_is_refused(tmp_path):
+    bench = Bench(tmp_path, "", run=["no-such-program", "x"])
+    try:
+        with pytest.raises(ConfigError, match="there is no program 'no-such-program' on the PATH"):
             await bench.agents.start()
     finally:
         await bench.agents.close()
