@@ -167,6 +167,61 @@ def test_the_tool_loop_of_the_openai_sdk(tmp_path):
     in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/openai_calculator.py:solve")
 
 
+@needs("agents")
+def test_the_openai_agents_sdk(tmp_path):
+    async def body(bench):
+        assert "Add two whole numbers." in await bench.begin()
+        assert await bench.say(add(1, 2)) == f"\n<s>tool\n3{END}\n<s>assistant\n"
+        done = await bench.say("3")
+        assert (done.result, done.text, done.reason) == (None, "3", "")
+
+    in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/openai_agents_calculator.py:solve")
+
+
+@needs("smolagents")
+def test_smolagents(tmp_path):
+    def call(tool, arguments):
+        named = json.dumps({"name": tool, "arguments": arguments})
+        return f"<tool_call>{named}</tool_call>"
+
+    async def body(bench):
+        assert "Add two whole numbers." in await bench.begin()
+        assert "Observation:" in bench.first.options.stop
+        assert "Observation:\n42" in await bench.say(call("add", {"a": 20, "b": 22}), room=20_000)
+        done = await bench.say(call("final_answer", {"answer": "42"}))
+        assert done.result.reward == 1.0, done
+
+    limits = {"data.max_prompt_length": 10_000, "max_context_tokens": 20_000}
+    run = f"{CONFIGS}/agents/smolagents_calculator.py:solve"
+    in_bench(tmp_path, "", body, run=run, **limits)
+
+
+@needs("minisweagent")
+@pytest.mark.parametrize(("edit", "score"), [("a + b", 1.0), ("a * b", 0.0)])
+def test_mini_swe_agent_in_a_sandbox(tmp_path, edit, score):
+    try:
+        Sandbox()
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+
+    def run(command):
+        called = json.dumps({"name": "bash", "arguments": {"command": command}})
+        return f"<tool_call>{called}</tool_call>"
+
+    async def body(bench):
+        assert "Do it. Read and edit the files" in await bench.begin()
+        assert "return a - b" in await bench.say(run("open('/work/sums.py').read()"))
+        assert "No tool calls found" in await bench.say("What now?")
+        text = f"def add(a, b):\n    return {edit}\n"
+        assert "<returncode>0" in await bench.say(run(f"open('/work/sums.py','w').write({text!r})"))
+        done = await bench.say(run("print('SUBMIT')"))
+        assert (done.result.reason, done.result.reward) == ("ok", score)
+
+    limits = {"data.max_prompt_length": 1_000, "max_turns": 9}
+    run_ = f"{CONFIGS}/agents/mini_swe_agent.py:solve"
+    in_bench(tmp_path, "", body, run=run_, **limits)
+
+
 @needs("anthropic")
 def test_a_tool_loop_of_the_anthropic_sdk(tmp_path):
     agent = """

@@ -12,6 +12,7 @@ API that it calls is in the process that holds the sessions (endpoint.py).
 from __future__ import annotations
 
 import asyncio
+import encodings.idna  # noqa: F401  of any connection; 2 MB, if each session imports it
 import inspect
 import json
 import os

@@ -15,6 +15,7 @@ pool's ends, all sessions end, with all that they and the import of the file hav
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -161,6 +162,8 @@ class _ForkServer:
         adopt_orphans()
 
     def serve_forever(self) -> None:
+        gc.collect()
+        gc.freeze()  # or each session's collections would copy all pages of what was imported
         control = self._control.socket.fileno()
         while True:
             ready, _, _ = select.select([control, self._woken], [], [])
