@@ -113,8 +113,8 @@ LATER_TABLES = (
         PRIMARY KEY (purpose, row_index)
     )
     """,
-    # Tokens that the model reads before a turn and did not sample: after the previous turn, or (0)
-    # in place of the row's prompt. NULL: removed, like the tokens of chunks.
+    # Tokens that the model reads before a turn and did not sample: after the turn that it follows,
+    # or (0) in place of the row's prompt. NULL: removed, like the tokens of chunks.
     """
     CREATE TABLE IF NOT EXISTS contexts (
         trajectory_id TEXT NOT NULL,

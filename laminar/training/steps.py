@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from laminar.names.ids import hash_batch
-from laminar.storage.branches import ROOT, Parents, list_paths
+from laminar.storage.branches import ROOT, Parents, count_read_again, list_paths
 from laminar.storage.contents import Content
 from laminar.storage.rules import TokenSpan
 
@@ -174,9 +175,9 @@ class TrainSample:
     @property
     def length(self) -> int:
         """Tokens of prompt and response, and of the contexts; of all rows if there are branches."""
-        if self.parents:
-            return sum(len(row.ids) for row in self.list_rows())
-        return len(self.prompt_ids) + len(self.response_ids) + sum(map(len, self.contexts))
+        contexts = [len(context) for context in (self.prompt_ids, *self.contexts)]
+        again = count_read_again(self.parents, [*map(add, contexts, self.turns)])
+        return sum(contexts) + len(self.response_ids) + again
 
     def list_rows(self) -> list[SampleRow]:
         """Return the sequences that the model reads, one for each branch.

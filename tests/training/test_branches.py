@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,12 +36,14 @@ from tests.training.test_learner_objective import (
     recorded,
     token_log_probs,
 )
-from tools.kit.tool_models import END, tokenizer
+from tools.kit.tool_models import END, TEMPLATE, schema, tokenizer
 
 Make = Callable[..., Any]
 VOCAB = 432
 CPU = torch.device("cpu")
 SEEDS, GROUPS, SIBLINGS = 25, 10, 4  #: a thousand sessions
+TOOLS = [schema("add", a="integer", b="integer")]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 WORDS = ("sum", "485", "a b", "x\ny", '{"k": 1}', "é", "  ", "0.5")
 
 
@@ -64,24 +68,34 @@ class Session:
                 messages, parent = [{"role": "user", "content": self.task}], -1
             elif kind == "extend":  # the last turn, or one before it, as after a sub-agent
                 base = turn - 1 if self.rng.random() < 0.5 else base
-                new = {"role": "user", "content": self.text()}
-                messages, parent = [*self.requests[base], self.replies[base], new], base
+                messages, parent = [*self.requests[base], *self.extend(self.replies[base])], base
             elif kind == "repeat":
                 messages, parent = self.requests[base], self.parents[base]
             else:
                 system = [{"role": "system", "content": "Sub."}] * (kind == "sub-agent")
                 messages = [*system, {"role": "user", "content": f"{kind} {turn} {self.text()}"}]
                 parent = -1
-            self.take_turn(messages, parent, f"{turn}:{self.text()}")
+            call = CALL if self.rng.random() < 0.3 else ""
+            self.take_turn(messages, parent, f"{turn}:{self.text()}{call}")
         return self
 
+    def extend(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send the reply back as clients do, with a message of the user or the result of a call."""
+        if "tool_calls" not in reply:
+            return [reply, {"role": "user", "content": self.text()}]
+        (call,) = reply["tool_calls"]
+        arguments = json.dumps(dict(reversed(json.loads(call["function"]["arguments"]).items())))
+        sent = {"id": f"x{call['id']}", "function": {**call["function"], "arguments": arguments}}
+        result = {"role": "tool", "tool_call_id": sent["id"], "content": self.text()}
+        return [{"role": "assistant", "content": reply["content"], "tool_calls": [sent]}, result]
+
     def take_turn(self, messages: list[dict[str, Any]], parent: int, said: str) -> None:
-        asked = read_request(json.dumps({"messages": messages}).encode())
+        asked = read_request(json.dumps({"messages": messages, "tools": TOOLS}).encode())
         turn = self.chat.render_request(asked)
         assert turn.parent == parent
         self.chat.accept_request(asked, turn)
         # as few tokens as the tokenizer would take, or one for each character
-        parts = [said] if self.rng.random() < 0.5 else list(said)
+        parts = [said] if self.rng.random() < 0.5 else re.split("(<.*?>|.)", said)
         ids = [i for part in [*parts, END] for i in self.form.tokenizer.encode(part)]
         completion = json.loads(self.chat.make_reply(ids, "name", cut=False))
         self.requests.append(messages)
@@ -96,7 +110,7 @@ class Session:
 
 
 def as_sample(session: Session, group: int, sibling: int) -> TrainSample:
-    rng = session.rng
+    rng = np.random.default_rng([group, sibling])
     response = np.array([i for ids in session.sampled for i in ids], dtype=np.int32)
     prompt, *contexts = (np.array(ids, dtype=np.int32) for ids in session.contexts)
     line = session.parents == list(range(-1, len(session.parents) - 1))
@@ -122,7 +136,7 @@ def as_sample(session: Session, group: int, sibling: int) -> TrainSample:
 
 @pytest.fixture(scope="module")
 def form() -> ChatFormat:
-    known = tokenizer()
+    known = tokenizer(TEMPLATE.partition("{% endfor %}")[2])  # without the tools, which are long
 
     def decode(ids: list[int]) -> str:
         return str(known.decode(ids)).removesuffix(END)
@@ -131,16 +145,25 @@ def form() -> ChatFormat:
     return ChatFormat(known, DataConfig(), ends, decode, "m", AgentsConfig(max_branches=99))
 
 
-def draw_sessions(form: ChatFormat, seed: int) -> list[list[Session]]:
-    rng = np.random.default_rng(seed)
-    return [
-        [Session(rng, form, f"task {group}").run(int(rng.integers(1, 7))) for _ in range(SIBLINGS)]
-        for group in range(GROUPS)
-    ]
+@pytest.fixture(scope="module")
+def sessions(form: ChatFormat) -> list[list[list[Session]]]:
+    """By seed and group."""
+    found = []
+    for seed in range(SEEDS):
+        rng = np.random.default_rng(seed)
+        found.append(
+            [
+                [
+                    Session(rng, form, f"task {group}").run(int(rng.integers(1, 7)))
+                    for _ in range(SIBLINGS)
+                ]
+                for group in range(GROUPS)
+            ]
+        )
+    return found
 
 
-def draw_samples(form: ChatFormat, seed: int) -> list[TrainSample]:
-    groups = draw_sessions(form, seed)
+def as_samples(groups: list[list[Session]]) -> list[TrainSample]:
     return [as_sample(s, g, k) for g, group in enumerate(groups) for k, s in enumerate(group)]
 
 
@@ -169,14 +192,14 @@ OPTIONS: Sequence[dict[str, Any]] = (
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_batch_of_random_sessions_has_the_gradient_of_separate_rows(
-    seed: int, form: ChatFormat, make_policy: Make, make_config: Make
+    seed: int, sessions: list[Any], make_policy: Make, make_config: Make
 ) -> None:
     """Against one masked row at a time in float64, with advantages of one row per session."""
     options, once = OPTIONS[seed % len(OPTIONS)], seed % 2 == 1
     config = make_config({"trainer.micro_batch_tokens": 700} | options)
     policy, reference = (make_branched_policy(make_policy, s, once=once) for s in (0, 1))
     plain = [make_branched_policy(make_policy, s).model.double() for s in (0, 1)]
-    samples = draw_samples(form, seed)
+    samples = as_samples(sessions[seed])
     assert sum(bool(s.parents) for s in samples) > 10
     samples = disturbed(recorded(plain[0], samples), 0.3)
     with torch.no_grad():
@@ -205,12 +228,11 @@ def test_a_batch_of_random_sessions_has_the_gradient_of_separate_rows(
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_sampled_token_is_in_one_loss_behind_what_its_engine_read(
-    once: bool, ranks: int, form: ChatFormat
+    once: bool, ranks: int, sessions: list[Any]
 ) -> None:
-    for seed in range(SEEDS):
-        sessions = [s for group in draw_sessions(form, seed) for s in group]
-        samples = [as_sample(s, i // SIBLINGS, i % SIBLINGS) for i, s in enumerate(sessions)]
-        by_id = {s.sample_id: session for s, session in zip(samples, sessions, strict=True)}
+    for groups in sessions:
+        samples = as_samples(groups)
+        by_id = dict(zip([s.sample_id for s in samples], chain(*groups), strict=True))
         given = list[str]()
         for rank in range(ranks):
             whole = Ranks(rank, ranks)
@@ -244,20 +266,25 @@ def check_pass(micro: Any, by_id: dict[str, Session], *, once: bool) -> None:
         assert len({*micro.rows.index.tolist()}) == len(micro.rows.index)
 
 
-def test_ids_are_never_made_from_text_again(form: ChatFormat) -> None:
+def test_ids_are_never_made_from_text_again(form: ChatFormat, sessions: list[Any]) -> None:
     """And yet they spell what the template writes for the whole request."""
     tokenizer = form.tokenizer
-    for session in (s for group in draw_sessions(form, 0) for s in group):
+    for session in chain(*sessions[0], *sessions[1]):
         for turn, messages in enumerate(session.requests):
+            asked = read_request(json.dumps({"messages": messages}).encode())
+            forms = [dict(message) for message in asked.messages]
+            for message in forms:  # arguments as the model wrote them
+                for call in message.get("tool_calls", ()):
+                    call["function"]["arguments"] = {"a": 1, "b": 2}
             spelled = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                forms, tools=TOOLS, tokenize=False, add_generation_prompt=True
             )
             before = session.path(turn)[: -len(session.sampled[turn])]
             assert tokenizer.decode(before) == spelled
 
 
 def test_sequence_losses_see_the_whole_session(
-    form: ChatFormat, make_policy: Make, make_config: Make
+    sessions: list[Any], make_policy: Make, make_config: Make
 ) -> None:
     """However its turns branch: a session has one ratio, one length and one mask."""
     policy = make_branched_policy(make_policy)
@@ -270,7 +297,7 @@ def test_sequence_losses_see_the_whole_session(
                 "trainer.micro_batch_tokens": 1,
             }
         )
-        samples = [s for s in draw_samples(form, 3) if s.parents]
+        samples = as_samples(sessions[3])
         samples = disturbed(recorded(policy.model, samples), 0.2)
         Learner(config, policy).train_step(samples, 5)
         found = gradients(policy.model)
@@ -296,7 +323,7 @@ def test_sequence_losses_see_the_whole_session(
 
 @pytest.mark.parametrize("once", [False, True])
 def test_a_critic_reads_each_turn_behind_its_own_branch(
-    once: bool, form: ChatFormat, make_policy: Make, make_config: Make
+    once: bool, sessions: list[Any], make_policy: Make, make_config: Make
 ) -> None:
     settings = make_branched_policy(make_policy).model.config
     settings.num_labels = 1
@@ -307,11 +334,10 @@ def test_a_critic_reads_each_turn_behind_its_own_branch(
     critic = build_critic(model, VOCAB, device=CPU)
     critic = replace(critic, prompts_once=critic.prompts_once and once)
     config = make_config({"algorithm.adv_estimator": "gae", "trainer.micro_batch_tokens": 700})
-    sessions = [s for group in draw_sessions(form, 5) for s in group]
-    samples = [as_sample(s, i // SIBLINGS, i % SIBLINGS) for i, s in enumerate(sessions)]
+    samples = as_samples(sessions[5])
     learner = Critic(config, critic, Compute(torch.float32, 1024))
     valued = learner.assign_values(samples)
-    for session, sample in zip(sessions, valued, strict=True):
+    for session, sample in zip(chain(*sessions[5]), valued, strict=True):
         wanted = []
         for turn, ids in enumerate(session.sampled):
             with torch.no_grad():
