@@ -64,13 +64,9 @@ class AgentTrial(NamedTuple):
     is_failed: bool = False  #: there was no request
 
     @property
-    def parents(self) -> tuple[int, ...]:
-        return tuple(turn.parent for turn in self.turns)
-
-    @property
     def branches(self) -> list[list[int]]:
         """The turns of each branch."""
-        return list_paths(self.parents, len(self.turns))
+        return list_paths(tuple(turn.parent for turn in self.turns), len(self.turns))
 
 
 async def try_agents(
@@ -88,7 +84,7 @@ async def try_agents(
     ends = end_ids(config.model.name, tokenizer)
     decode = make_response_decoder(tokenizer, ends)
     agents = Agents(config, tokenizer, ends, decode, on_output)
-    trial = _Trial(config, agents, ends, decode, sample)
+    trial = _Trial(config, agents, ends, decode, sample, asyncio.Lock())
     try:
         await agents.start()
         found = await asyncio.gather(*(trial.try_row(row, limit_s) for row in rows))
@@ -99,37 +95,30 @@ async def try_agents(
     return found, [describe_replaced(agents.replaced)] if agents.replaced else []
 
 
-class _Trial:
+class _Trial(NamedTuple):
     """The sessions, and the limits of a turn."""
 
-    def __init__(
-        self,
-        config: Config,
-        agents: Agents,
-        ends: frozenset[int],
-        decode: Callable[[list[int]], str],
-        sample: Sampler,
-    ) -> None:
-        self._config, self._agents, self._ends, self._decode = config, agents, ends, decode
-        self._sample, self._model = sample, asyncio.Lock()  #: lock of the model, for one turn
+    config: Config
+    agents: Agents
+    ends: frozenset[int]
+    decode: Callable[[list[int]], str]
+    sample: Sampler
+    model: asyncio.Lock  #: lock for one turn
 
     async def try_row(self, row: PromptRow, limit_s: float | None) -> AgentTrial:
         session = Session(f"trial-{row.index}", 1, SEED, row, Purpose.TRAIN)
         turns = list[TrialTurn]()
         try:
-            first = await self._agents.reset(session)
+            first = await self.agents.reset(session)
             assert first is not None
-            self._agents.check_template(session.trajectory_id)
-        except SessionLost as failed:
-            return AgentTrial(row, turns, str(failed), is_failed=True)
-        try:
+            self.agents.check_template(session.trajectory_id)
             async with asyncio.timeout(limit_s):
-                done = await self._converse(session, first, turns)
+                outcome = _describe_end(await self._converse(session, first, turns))
         except TimeoutError:
-            return AgentTrial(row, turns, f"it was still running after {limit_s:g} s")
+            outcome = f"it was still running after {limit_s:g} s"
         except SessionLost as failed:
-            return AgentTrial(row, turns, f"lost: {failed}")
-        return AgentTrial(row, turns, _describe_end(done))
+            outcome = str(failed)
+        return AgentTrial(row, turns, outcome, is_failed=not turns)
 
     async def _converse(
         self, session: Session, following: NextTurn, turns: list[TrialTurn]
@@ -139,19 +128,21 @@ class _Trial:
             parent = len(turns) - 1 if following.parent is None else following.parent
             turns.append(TrialTurn(parent, following.context, (), ()))
             reason = await self._sample_turn(turns, following.options)
-            answer = await self._agents.answer_turn(
-                TurnCall(
-                    session,
-                    len(turns) - 1,
-                    turns[0].context,
-                    _list_parts(turns),
-                    reason,
-                    self._count_room(turns),
-                    parents=tuple(turn.parent for turn in turns),
-                    logprobs=np.array([*_chain_logprobs(turns)], "<f4").tobytes(),
-                ),
-                _intend,
+            parts = chain.from_iterable(
+                ((False, one.context), (True, one.sampled)) for one in turns
             )
+            logprobs = [*chain.from_iterable(turn.logprobs for turn in turns)]
+            call = TurnCall(
+                session,
+                len(turns) - 1,
+                turns[0].context,
+                tuple(parts)[1:],
+                reason,
+                self._count_room(turns),
+                parents=tuple(turn.parent for turn in turns),
+                logprobs=np.array(logprobs, "<f4").tobytes(),
+            )
+            answer = await self.agents.answer_turn(call, _intend)
             if isinstance(answer, TrajectoryDone):
                 return answer
             following = answer
@@ -159,38 +150,29 @@ class _Trial:
     async def _sample_turn(self, turns: list[TrialTurn], options: TurnOptions) -> str:
         """Sample the last turn; return why it ended."""
         sampled = sum(len(turn.sampled) for turn in turns)
-        limit = self._config.data.max_response_length - sampled
+        limit = self.config.data.max_response_length - sampled
         limit = min(limit, options.max_tokens or limit)
         path = find_path(tuple(turn.parent for turn in turns), len(turns) - 1)
         read = tuple(chain.from_iterable((*turns[i].context, *turns[i].sampled) for i in path))
-        async with self._model:
-            ids, logprobs = await asyncio.to_thread(self._sample, read, limit)
-        end = StopStrings(options.stop, self._decode, ()).find_end(ids)
+        async with self.model:
+            ids, logprobs = await asyncio.to_thread(self.sample, read, limit)
+        end = StopStrings(options.stop, self.decode, ()).find_end(ids)
         ids, logprobs = ids[:end], logprobs[:end]
         turns[-1] = turns[-1]._replace(sampled=tuple(ids), logprobs=tuple(logprobs))
-        return STOP if end is not None or ids[-1] in self._ends else LENGTH
+        return STOP if end is not None or ids[-1] in self.ends else LENGTH
 
     def _count_room(self, turns: Sequence[TrialTurn]) -> int:
         """Return how many context tokens still fit."""
-        data, prompt = self._config.data, len(turns[0].context)
+        data, prompt = self.config.data, len(turns[0].context)
         if sum(len(turn.sampled) for turn in turns) >= data.max_response_length:
             return 0
         used = sum(len(turn.context) for turn in turns[1:])
         used += max(prompt - data.max_prompt_length, 0)
-        return max(self._config.env.max_context_tokens - used, 0)
+        return max(self.config.env.max_context_tokens - used, 0)
 
 
 async def _intend(effects: tuple[Effect, ...]) -> None:
     """Record nothing: a trial is not repeated."""
-
-
-def _list_parts(turns: Sequence[TrialTurn]) -> tuple[tuple[bool, Ids], ...]:
-    parts = chain.from_iterable(((False, turn.context), (True, turn.sampled)) for turn in turns)
-    return tuple(parts)[1:]
-
-
-def _chain_logprobs(turns: Sequence[TrialTurn]) -> chain[float]:
-    return chain.from_iterable(turn.logprobs for turn in turns)
 
 
 def _describe_end(done: TrajectoryDone) -> str:

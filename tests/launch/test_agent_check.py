@@ -58,7 +58,7 @@ def test_a_trial_has_the_turns_and_branches_of_each_row(tmp_path: Path) -> None:
     return dict(score=0.5, steps=3)
     """
     (first, second), told = trials_of(tmp_path, body)
-    assert first.parents == (ROOT, ROOT, ROOT) and first.branches == [[0], [1], [2]]
+    assert [turn.parent for turn in first.turns] == [ROOT] * 3 and first.branches == [[0], [1], [2]]
     assert [len(turn.sampled) for turn in first.turns] == [len(STAND_IN) + 1, len("I do not"), 3]
     assert first.outcome == "score 0.5" and not first.is_failed
     assert second.is_failed and "no docker (mine.py:" in second.outcome and not second.turns

@@ -9,6 +9,7 @@ import json
 import socket
 import sys
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -209,12 +210,13 @@ def test_mini_swe_agent_in_a_sandbox(tmp_path, edit, score):
         return f"<tool_call>{called}</tool_call>"
 
     async def body(bench):
+        say = partial(bench.say, room=2_000)
         assert "Do it. Read and edit the files" in await bench.begin()
-        assert "return a - b" in await bench.say(run("open('/work/sums.py').read()"))
-        assert "No tool calls found" in await bench.say("What now?")
+        assert "return a - b" in await say(run("open('/work/sums.py').read()"))
+        assert "No tool calls found" in await say("What now?")
         text = f"def add(a, b):\n    return {edit}\n"
-        assert "<returncode>0" in await bench.say(run(f"open('/work/sums.py','w').write({text!r})"))
-        done = await bench.say(run("print('SUBMIT')"))
+        assert "<returncode>0" in await say(run(f"open('/work/sums.py','w').write({text!r})"))
+        done = await say(run("print('SUBMIT')"))
         assert (done.result.reason, done.result.reward) == ("ok", score)
 
     limits = {"data.max_prompt_length": 1_000, "max_turns": 9}
@@ -267,7 +269,7 @@ def test_a_tool_loop_of_the_anthropic_sdk(tmp_path):
             bench.agents.end_session("t")
             await bench.begin(stream=stream)
             done = await bench.say(add(1, 2), room=1)
-            assert done.result.extras["text"].startswith("prompt is too long: the new messages")
+            assert done.result.extras["text"].startswith("prompt is too long: ")
 
     in_bench(tmp_path, agent, body)
 

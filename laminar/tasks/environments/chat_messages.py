@@ -53,7 +53,8 @@ class RequestRefused(Exception):
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.body = make_error(message, code=code, param=param)
+        full = f"This model's maximum context length is exceeded: {message}"  # as clients know it
+        self.body = make_error(full if code == TOO_LONG else message, code=code, param=param)
 
 
 class ChatRequest(NamedTuple):

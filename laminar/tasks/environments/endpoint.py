@@ -33,6 +33,7 @@ HOST = "127.0.0.1"
 BODY_BYTES_MAX = 16 << 20
 LARGE_BODY_BYTES = 1 << 18  #: above it, a request is read in a thread
 ALIVE_S = 10.0  #: between two signs of life to a client that waits for its turn
+UNCERTAIN_WAITS = 30  #: such times without one while another request has its turn
 LOOP_TURNS = 6
 """Turns of the event loop until `_Client` knows that a connection was closed before them."""
 BACKLOG = 2048  #: connections that may wait: clients give up after 5 s
@@ -237,7 +238,7 @@ class ChatEndpoint:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "laminar"}
         return _Json(200, json.dumps({"object": "list", "data": [model]}))
 
-    async def _answer_request(self, api: Api, request: Any) -> _Json | _Turn:
+    async def _answer_request(self, api: Api, request: Any) -> _Json | _Client:
         if (gate := self._find_gate(request)) is None:
             return _Json(401, api.format_error(WRONG_KEY))
         body = bytearray()
@@ -254,7 +255,7 @@ class ChatEndpoint:
         except RequestRefused as refused:
             return _Json(400, api.format_error(refused.body))
         self._on_replaced(asked.replaced or {})
-        return _Turn(gate, api, asked, is_retry=request.headers.get(RETRY, "0") != "0")
+        return _Client(gate, api, asked, is_retry=request.headers.get(RETRY, "0") != "0")
 
     def _find_gate(self, request: Any) -> Gate | None:
         """Return the session of a request that has its key."""
@@ -284,35 +285,29 @@ class _Json(NamedTuple):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        await _send_json(send, self.status, self.body)
-
-
-class _Turn:
-    """A reply that is known once the model has had its turn."""
-
-    def __init__(self, gate: Gate, api: Api, asked: ChatRequest, *, is_retry: bool) -> None:
-        self._gate, self._api, self._asked, self._is_retry = gate, api, asked, is_retry
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the turn and send it, or keep it if the client has left."""
-        client = _Client(self._api, self._asked, send)
-        watching = asyncio.create_task(client.watch_connection(receive))
-        try:
-            await self._gate.answer_request(self._asked, client, is_retry=self._is_retry)
-        finally:
-            watching.cancel()
+        data = self.body.encode()
+        size = {"Content-Length": str(len(data))}
+        await send(_make_head(self.status, {"Content-Type": "application/json", **size}))
+        await send({"type": "http.response.body", "body": data})
 
 
 class _Client:
-    """A client that waits for a turn."""
+    """A client that waits for a turn: a reply that is known once the model has had it."""
 
-    def __init__(self, api: Api, asked: ChatRequest, send: Send) -> None:
-        self._api, self._asked, self._send = api, asked, send
-        self._has_begun = False
-        self.has_left = False
+    def __init__(self, gate: Gate, api: Api, asked: ChatRequest, *, is_retry: bool) -> None:
+        self._gate, self._api, self._asked, self._is_retry = gate, api, asked, is_retry
+        self._has_begun = self.has_left = False
 
-    async def watch_connection(self, receive: Receive) -> None:
-        """Note that the client closes the connection."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the turn and send it, or keep it if the client has left."""
+        self._receive, self._send = receive, send
+        watching = asyncio.create_task(self._watch_connection(receive))
+        try:
+            await self._gate.answer_request(self._asked, self, is_retry=self._is_retry)
+        finally:
+            watching.cancel()
+
+    async def _watch_connection(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.has_left = True
@@ -322,11 +317,12 @@ class _Client:
     ) -> T:
         """Await work, and send what clients ignore, so that none gives up.
 
-        Not to a client whose request may still be refused, which needs another status.
+        A request that may still be refused needs another status, so its client waits for longer.
         """
-        task = asyncio.ensure_future(work)
+        task, waits = asyncio.ensure_future(work), 0
         while not (await asyncio.wait([task], timeout=ALIVE_S))[0]:
-            if self._asked.stream or is_certain():
+            waits += 1
+            if self._asked.stream or is_certain() or waits > UNCERTAIN_WAITS:
                 await self._send_part(": the turn is under way\n\n" if self._asked.stream else " ")
         return task.result()
 
@@ -339,7 +335,7 @@ class _Client:
         api, stream = self._api, self._asked.stream
         body = (api.format_error if reply.refused else api.format_reply)(reply.body)
         if not self._has_begun and (reply.refused or not stream):
-            await _send_json(self._send, 400 if reply.refused else 200, body)
+            await _Json(400 if reply.refused else 200, body)({}, self._receive, self._send)
             return True
         if stream and reply.refused:
             body = api.format_error_event(reply.body)
@@ -353,17 +349,10 @@ class _Client:
         if not self._has_begun:
             self._has_begun = True
             kind = "text/event-stream" if self._asked.stream else "application/json"
-            await _send_head(self._send, 200, {"Content-Type": kind, "Cache-Control": "no-store"})
+            await self._send(_make_head(200, {"Content-Type": kind}))
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
-async def _send_json(send: Send, status: int, body: str) -> None:
-    data = body.encode()
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(data))}
-    await _send_head(send, status, headers)
-    await send({"type": "http.response.body", "body": data})
-
-
-async def _send_head(send: Send, status: int, headers: dict[str, str]) -> None:
+def _make_head(status: int, headers: dict[str, str]) -> Scope:
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    return {"type": "http.response.start", "status": status, "headers": pairs}
