@@ -13,14 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from laminar.config import ConfigError
-from laminar.launch.agent_check import (
-    STAND_IN,
-    STAND_IN_S,
-    AgentTrial,
-    ModelSampler,
-    sample_text,
-    try_agents,
-)
+from laminar.launch import agent_check
 from laminar.launch.reward_check import ROWS
 from laminar.launch.sizing import load_sized_config
 from laminar.names import exit_codes
@@ -34,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     text = "the agent, in place of agents.run"
     tried.add_argument("agent", nargs="?", metavar="FILE.py:FUNCTION", help=text)
     tried.add_argument("-c", "--config", action="append", default=[], metavar="FILE")
-    text = f"load no model: each turn says {STAND_IN!r}"
+    text = f"load no model: each turn says {agent_check.STAND_IN!r}"
     tried.add_argument("--without-model", action="store_true", help=text)
     tried.take_settings()
     tried.set_defaults(function=run_try)
@@ -53,9 +46,13 @@ def run_try(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.name)
     ends = end_ids(config.model.name, tokenizer)
     rows = load_prompts(config.data, with_columns=True).train[:ROWS]
-    limit_s = STAND_IN_S if arguments.without_model else None
-    sample = sample_text(tokenizer, ends) if limit_s else ModelSampler(config, ends)
-    work = try_agents(config, tokenizer, rows, sample, limit_s, sys.stderr.buffer.write)
+    limit_s = agent_check.STAND_IN_S if arguments.without_model else None
+    sample = (
+        agent_check.sample_text(tokenizer, ends)
+        if limit_s
+        else agent_check.ModelSampler(config, ends)
+    )
+    work = agent_check.try_agents(config, tokenizer, rows, sample, limit_s, sys.stderr.buffer.write)
     trials, _ = asyncio.run(work)  # of which its output has told
     decode = make_response_decoder(tokenizer, frozenset())
     print("\n".join(line for trial in trials for line in _format_trial(trial, decode)))
@@ -63,14 +60,12 @@ def run_try(arguments: argparse.Namespace) -> int:
     return exit_codes.FAILED if failed else exit_codes.COMPLETE
 
 
-def _format_trial(trial: AgentTrial, decode: Callable[[list[int]], str]) -> list[str]:
+def _format_trial(trial: agent_check.AgentTrial, decode: Callable[[list[int]], str]) -> list[str]:
     branches = len(trial.branches)
     lines = [f"row {trial.row.index}"]
     for number, turn in enumerate(trial.turns):
-        follows = number and (
-            "reads all again" if turn.parent == ROOT else f"follows turn {turn.parent}"
-        )
-        branch = f", {follows}" if follows and turn.parent != number - 1 else ""
+        branch = "" if turn.parent == number - 1 else f", follows turn {turn.parent}"
+        branch = ", reads all again" if number and turn.parent == ROOT else branch
         read, sampled = len(turn.context), len(turn.sampled)
         lines.append(f"  turn {number}: {read} tokens read, {sampled} sampled{branch}")
         lines += [f"    < {line}" for line in decode([*turn.context]).splitlines()]

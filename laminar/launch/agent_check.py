@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -176,13 +176,10 @@ async def _intend(effects: tuple[Effect, ...]) -> None:
 
 
 def _describe_end(done: TrajectoryDone) -> str:
-    result = done.result
-    if result is None:
-        end = "the reward functions score its last turn"
-    elif result.reason == "ok":
-        end = f"score {result.reward:g}"
-    else:
-        end = f"{result.reason}: {result.detail} (score {result.reward})"
+    result, end = done.result, "the reward functions score its last turn"
+    if result is not None:
+        reason = f"{result.reason}: {result.detail}, " if result.reason != "ok" else ""
+        end = f"{reason}score {result.reward:g}"
     return f"{end}; ended by {done.reason}" if done.reason else end
 
 
@@ -204,26 +201,20 @@ class ModelSampler:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(config.model.name).eval()
-        self._temperature, self._ends = config.rollout.temperature, sorted(ends)
+        filters = {"do_sample": True, "top_k": 0, "top_p": 1.0}
+        self._sampling: dict[str, Any] = {**filters, "temperature": config.rollout.temperature}
+        self._sampling |= {"eos_token_id": sorted(ends), "pad_token_id": min(ends)}
+        self._sampling |= {"return_dict_in_generate": True, "output_scores": True}
 
     def __call__(self, read: Ids, limit: int) -> tuple[list[int], list[float]]:
         """Sample a turn as the run would."""
         import torch
 
+        ids = torch.tensor([read])
         with torch.inference_mode():
             found = self._model.generate(
-                torch.tensor([read]),
-                attention_mask=torch.ones(1, len(read), dtype=torch.int64),
-                max_new_tokens=limit,
-                do_sample=True,
-                temperature=self._temperature,
-                top_k=0,
-                top_p=1.0,
-                eos_token_id=self._ends,
-                pad_token_id=self._ends[0],
-                return_dict_in_generate=True,
-                output_scores=True,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, **self._sampling
             )
-        ids = found.sequences[0, len(read) :].tolist()
+        sampled = found.sequences[0, len(read) :].tolist()
         scores = torch.stack(found.scores, 1)[0].log_softmax(-1)
-        return ids, scores[range(len(ids)), ids].tolist()
+        return sampled, scores[range(len(sampled)), sampled].tolist()

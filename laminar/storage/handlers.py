@@ -21,7 +21,7 @@ from laminar.storage import rules
 from laminar.storage.rows import DamageError, NotTokenised, PayloadRemoved, PromptKey
 from laminar.storage.rules import Chunk, Row
 from laminar.storage.tables import Tables
-from laminar.storage.turn_handlers import TurnHandlers, decode_options, effect_item, make_result
+from laminar.storage.turn_handlers import TurnHandlers, effect_item, make_result
 
 REMOVED_AT_ONCE = 256  #: payloads removed per request, so that other requests are not held up
 
@@ -351,7 +351,7 @@ def _open_result(
         contexts=tuple(contexts.values()),
         parents=tables.turns.get_parents(row) if is_open else (),
         own_prompt=own_prompt is not None,
-        options=decode_options(tables.turns.get_options(row)),
+        options=msgspec.json.decode(tables.turns.get_options(row), type=m.TurnOptions),
         segment_lengths=rules.segment_lengths(chunks),
         num_tokens=row.num_tokens,
         tokens_lost=row.tokens_lost,

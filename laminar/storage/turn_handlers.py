@@ -2,8 +2,7 @@
 
 Reads   typed requests (`messages`) and the rows they name (`tables`)
 Writes  rows, contexts and effects, inside the transaction of the caller
-Gives   TurnHandlers, a part of Handlers; the parts of replies: effect_item, make_result,
-        decode_options
+Gives   TurnHandlers, a part of Handlers; the parts of replies: effect_item, make_result
 
 These two request types use the two tables of turn_tables.py; handlers.py has all others.
 """
@@ -47,7 +46,7 @@ class TurnHandlers:
         parent = None if item.parent == item.turn - 1 else item.parent
         verdict = rules.judge_context(row, item.placement, item.turn, item.tokens, stored, parent)
         if row is not None and verdict.changes:
-            options = encode_options(item.options)
+            options = item.options if item.options != m.TurnOptions() else None
             self._rows.turns.add_context(row.id, item.turn, item.tokens, parent, options)
             self.end_effects(row, item.turn - 1, item.effects)
             self._rows.save(row, rules.apply_context(row, item.turn, item.tokens))
@@ -57,14 +56,6 @@ class TurnHandlers:
         """Store the outcomes of the calls of a turn."""
         for effect in _make_stored_effects("", effects):
             self._rows.turns.add_effect(row, turn, effect)
-
-
-def encode_options(options: m.TurnOptions) -> str | None:
-    return None if options == m.TurnOptions() else msgspec.json.encode(options).decode()
-
-
-def decode_options(stored: str | None) -> m.TurnOptions:
-    return msgspec.json.decode(stored or "{}", type=m.TurnOptions)
 
 
 def make_result(trajectory_id: str, verdict: rules.Verdict) -> m.Result:

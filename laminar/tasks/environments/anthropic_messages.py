@@ -1,7 +1,7 @@
 """Anthropic's messages as JSON: requests as those of chat completions, and replies made from these.
 
 Reads   the body of a request to POST messages
-Gives   read_messages; format_message, iter_events, format_error
+Gives   FORM, for the endpoint: read_messages, format_message, iter_events, format_error
 Raises  RequestRefused
 
 The conversation and its turns know one form only (chat_messages.py). Thoughts that a client sends
@@ -163,5 +163,4 @@ def format_error(body: str) -> str:
     return json.dumps({"type": "error", "error": {"type": error["type"], "message": text}})
 
 
-def format_error_event(body: str) -> str:
-    return f"event: error\ndata: {format_error(body)}\n\n"
+FORM = (read_messages, format_message, iter_events, format_error)

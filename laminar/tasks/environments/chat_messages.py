@@ -31,9 +31,8 @@ _REFUSED = {  #: values that are allowed, by key; others are refused
     "functions": (None,),
     "function_call": (None,),
 }
-_NEUTRAL: dict[
-    str, tuple[Any, ...]
-] = {  #: sampling parameters, with the values that change nothing
+#: sampling parameters, with the values that change nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1),
     "top_k": (None, -1),
     "min_p": (None, 0),

@@ -18,7 +18,7 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -37,7 +37,15 @@ UNCERTAIN_WAITS = 30  #: such times without one while another request has its tu
 LOOP_TURNS = 6
 """Turns of the event loop until `_Client` knows that a connection was closed before them."""
 BACKLOG = 2048  #: connections that may wait: clients give up after 5 s
-KEEP_ALIVE_S = 3600  #: longer than any client keeps an idle connection
+SERVER: Any = dict.fromkeys(("access_log", "proxy_headers", "server_header"), False) | {
+    "http": "h11",
+    "ws": "none",
+    "lifespan": "off",
+    "log_config": None,
+    "log_level": "error",
+    "backlog": BACKLOG,
+    "timeout_keep_alive": 3600,  # longer than any client keeps an idle connection
+}
 MODELS = "/v1/models"
 RETRY = "x-stainless-retry-count"  #: header of OpenAI's clients
 ENDED = "the agent has ended"
@@ -56,21 +64,12 @@ class Api(NamedTuple):
     format_reply: Callable[[str], str]
     iter_events: Callable[[str, ChatRequest], Iterable[str]]
     format_error: Callable[[str], str]
-    format_error_event: Callable[[str], str]
 
 
-COMPLETIONS = Api(
-    "/v1/chat/completions", chat.read_request, str, chat.iter_events, str, chat.format_event
+APIS = (
+    Api("/v1/chat/completions", chat.read_request, str, chat.iter_events, str),
+    Api("/v1/messages", *messages.FORM),
 )
-MESSAGES = Api(
-    "/v1/messages",
-    messages.read_messages,
-    messages.format_message,
-    messages.iter_events,
-    messages.format_error,
-    messages.format_error_event,
-)
-APIS = (COMPLETIONS, MESSAGES)
 UNKNOWN = (
     f"unknown; this endpoint has POST {', POST '.join(api.path for api in APIS)} and GET {MODELS}"
 )
@@ -201,21 +200,7 @@ class ChatEndpoint:
             raise ConfigError(f"agents need {error.name}: {with_extra('agents')}") from None
         listening = socket.create_server((HOST, 0), backlog=BACKLOG)
         self._port = listening.getsockname()[1]
-        config = uvicorn.Config(
-            self._make_app(),
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(uvicorn.Config(self._make_app(), **SERVER))
         self._server.capture_signals = nullcontext  # this process handles its signals itself
         serving = self._server.serve(sockets=[listening])
         self._serving = asyncio.get_running_loop().create_task(serving)
@@ -286,8 +271,8 @@ class _Json(NamedTuple):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         data = self.body.encode()
-        size = {"Content-Length": str(len(data))}
-        await send(_make_head(self.status, {"Content-Type": "application/json", **size}))
+        size = [(b"content-length", str(len(data)).encode())]
+        await send(_make_head(self.status, "application/json", size))
         await send({"type": "http.response.body", "body": data})
 
 
@@ -338,7 +323,7 @@ class _Client:
             await _Json(400 if reply.refused else 200, body)({}, self._receive, self._send)
             return True
         if stream and reply.refused:
-            body = api.format_error_event(reply.body)
+            body = f"event: error\ndata: {body}\n\n"
         elif stream:
             body = "".join(api.iter_events(reply.body, self._asked))
         await self._send_part(body, more=False)
@@ -349,10 +334,10 @@ class _Client:
         if not self._has_begun:
             self._has_begun = True
             kind = "text/event-stream" if self._asked.stream else "application/json"
-            await self._send(_make_head(200, {"Content-Type": kind}))
+            await self._send(_make_head(200, kind))
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
-def _make_head(status: int, headers: dict[str, str]) -> Scope:
-    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": pairs}
+def _make_head(status: int, kind: str, more: Sequence[tuple[bytes, bytes]] = ()) -> Scope:
+    headers = [(b"content-type", kind.encode()), *more]
+    return {"type": "http.response.start", "status": status, "headers": headers}
