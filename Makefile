@@ -72,7 +72,7 @@ test-vllm: .venv-vllm/.installed
 
 # The environments and agents of docs/agents.md that need other libraries, each in a .venv that has those of
 # its requirements. If these cannot be installed, pip prints the reason, and their tests are skipped.
-AGENT_VENVS := .venv-agents .venv-openai-agents
+AGENT_VENVS := .venv-agents .venv-openai-agents .venv-verifiers
 test-agents: $(AGENT_VENVS:=/.installed)
 	@for venv in $(AGENT_VENVS); do \
 	$$venv/bin/python -m pytest -m "long or not long" tests/tasks/test_agent_files.py || exit; done
@@ -162,4 +162,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-openai-agents .venv-docs .venv-release build dist *.egg-info
+	rm -rf .venv .venv-vllm $(AGENT_VENVS) .venv-docs .venv-release build dist *.egg-info

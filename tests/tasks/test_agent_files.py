@@ -179,6 +179,17 @@ def test_the_openai_agents_sdk(tmp_path):
     in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/openai_agents_calculator.py:solve")
 
 
+@needs("verifiers")
+@pytest.mark.parametrize(("said", "score"), [("42!", 1.0), ("41", 0.0)])
+def test_verifiers(tmp_path, said, score):
+    async def body(bench):
+        assert "Add two whole numbers." in await bench.begin()
+        assert await bench.say(add(1, 2)) == f"\n<s>tool\n3{END}\n<s>assistant\n"
+        assert (await bench.say(said)).result.reward == score
+
+    in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/verifiers_calculator.py:solve")
+
+
 @needs("smolagents")
 def test_smolagents(tmp_path):
     def call(tool, arguments):
