@@ -12,7 +12,7 @@ help:
 	@echo "make test-all     run the other tests, 65 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm notebook\""
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
-	@echo "make test-agents  set up openai, OpenEnv and SkyRL-Gym in .venv-agents, then try the examples of docs/agents.md"
+	@echo "make test-agents  set up the libraries of agents in .venv-agents, then try the examples of docs/agents.md"
 	@echo "make test-notebook  run docs/quickstart.ipynb in a new environment with the wheel"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make release      the wheel, with a run of it, and the command that uploads it"
@@ -70,17 +70,19 @@ VLLM_TESTS ?= vllm
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m "vllm and ($(VLLM_TESTS))" --override-ini timeout=900 tests/vllm
 
-# The environments and agents of docs/agents.md that need other libraries, installed in .venv-agents. If that
-# fails, pip prints the reason, and their tests are skipped.
-test-agents: .venv-agents/.installed
-	.venv-agents/bin/python -m pytest -m "long or not long" tests/tasks/test_agent_files.py
+# The environments and agents of docs/agents.md that need other libraries, each in a .venv that has those of
+# its requirements. If these cannot be installed, pip prints the reason, and their tests are skipped.
+AGENT_VENVS := .venv-agents .venv-openai-agents .venv-verifiers
+test-agents: $(AGENT_VENVS:=/.installed)
+	@for venv in $(AGENT_VENVS); do \
+	$$venv/bin/python -m pytest -m "long or not long" tests/tasks/test_agent_files.py || exit; done
 
-.venv-agents/.installed: .venv/.installed requirements/agents.txt
-	@echo "Setting up .venv-agents (a minute the first time) ..."
-	@$(PYTHON) -m venv .venv-agents
-	@.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/agents.txt || \
-	echo "The libraries of requirements/agents.txt cannot be installed here (pip gives the reason above)" >&2
-	@.venv-agents/bin/python -c '$(BESIDE)' .venv-agents
+$(AGENT_VENVS:=/.installed): .venv-%/.installed: .venv/.installed requirements/%.txt
+	@echo "Setting up .venv-$* (a minute the first time) ..."
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/$*.txt || \
+	echo "The libraries of requirements/$*.txt cannot be installed here (pip gives the reason above)" >&2
+	@.venv-$*/bin/python -c '$(BESIDE)' .venv-$*
 	@touch $@
 
 # Let an environment find the packages of .venv, after its own.
@@ -160,4 +162,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-docs .venv-release build dist *.egg-info
+	rm -rf .venv .venv-vllm $(AGENT_VENVS) .venv-docs .venv-release build dist *.egg-info

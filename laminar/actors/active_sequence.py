@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from laminar.engines.protocol import GenerateRequest
+from laminar.engines.protocol import STOP, GenerateRequest, TokenDelta
 from laminar.events import commands as cmd
 from laminar.storage import messages as m
 from laminar.storage.rules import digest_read_ids
+from laminar.tasks.environments.stop_strings import StopStrings
 
 
 class LoadedWeights(NamedTuple):
@@ -48,6 +49,7 @@ class ActiveSequence:
     read: str = ""  #: digest of the tokens that the engine read first, until a chunk has it
     parts: list[_Part] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: StopStrings | None = None
 
     @property
     def sampled(self) -> int:
@@ -60,6 +62,13 @@ class ActiveSequence:
             self.parts.append(_Part(weights))
         self.parts[-1].tokens.extend(tokens)
         self.parts[-1].logprobs.extend(logprobs)
+
+    def add_delta(self, weights: LoadedWeights, delta: TokenDelta) -> bool:
+        """Append tokens; return whether a stop string ends the turn, unknown to the engine."""
+        end = self.stop.find_end(delta.token_ids) if self.stop is not None else None
+        self.add(weights, delta.token_ids[:end], delta.logprobs[:end])
+        self.finish_reason = delta.finish_reason if end is None else STOP
+        return end is not None
 
     def take_chunks(self, proved: int) -> list[m.AppendItem]:
         """Remove and return the tokens so far, as one chunk per weights.

@@ -40,6 +40,7 @@ from laminar.events.reasons import FailureReason, FinishReason, PullPurpose
 from laminar.names import ids
 from laminar.names.ids import Purpose
 from laminar.storage import messages as m
+from laminar.tasks.environments.stop_strings import StopStrings
 
 T = TypeVar("T")
 
@@ -203,17 +204,19 @@ class Rollout:
         )
         name, version = command.trajectory_id, command.version
         self.host.emit(started, event_seq=order.cause, trajectory=name, version=version)
-        limit = self.config.data.max_response_length
+        limit = self.config.data.max_response_length - turn.begins
+        limit = min(limit, result.options.max_tokens or limit)
+        stop = running.stop = StopStrings(result.options.stop, self.parts.decode, turn.done_ids)
         stopped = bool(turn.done_ids) and turn.done_ids[-1] in self.stop_ids
-        if stopped or sampled >= limit:
-            running.finish_reason = protocol.STOP if stopped else protocol.LENGTH
+        if stopped or stop.is_found or len(turn.done_ids) >= limit:
+            running.finish_reason = protocol.STOP if stopped or stop.is_found else protocol.LENGTH
             self.openings.mark_settled(order)
             return self._finish_soon()
         request = protocol.GenerateRequest(
             request_id=request_id(command),
             prompt_ids=turn.prompt_ids,
             done_ids=turn.done_ids,
-            max_new_tokens=limit - turn.begins,
+            max_new_tokens=limit,
             temperature=choose_temperature(self.config.rollout, command.purpose),
             seed=turn_seed(command.seed, turn.number),
             stop_ids=self.stop_ids,
@@ -273,10 +276,11 @@ class Rollout:
             running = self.running.get(trajectory)
             if running is None or running.command.placement != int(placement):
                 continue
-            weights = self.loader.get_weights(delta.load)
-            running.add(weights, delta.token_ids, delta.logprobs)
-            running.finish_reason = delta.finish_reason
-            finished = finished or delta.finish_reason is not None
+            if running.finish_reason is not None:
+                continue  # behind a stop string
+            if running.add_delta(self.loader.get_weights(delta.load), delta):
+                self.engine.abort_request(delta.request_id)
+            finished = finished or running.finish_reason is not None
         if finished:
             self._finish_soon()
 

@@ -42,8 +42,8 @@ class TurnSessions(Protocol):
     async def start(self) -> None:
         """Get ready to open sessions; ConfigError."""
 
-    async def reset(self, session: Session) -> Ids | None:
-        """Open a session and return the prompt's token ids including its first message.
+    async def reset(self, session: Session) -> NextTurn | None:
+        """Open a session and return its first turn, whose context is the whole prompt.
 
         None: the environment adds nothing to the prompt. SessionLost.
         """
@@ -106,27 +106,27 @@ class Turns:
             return True  # it was started before
         reply = await self.store.fetch([command.trajectory_id], with_prompt=True)
         session = self._make_session(reply[0])
-        prompt_ids = await self.sessions.reset(session)
-        if prompt_ids is None:
+        first = await self.sessions.reset(session)
+        if first is None:
             return True
         room = self.config.env.max_context_tokens + self.config.data.max_prompt_length
-        if len(prompt_ids) > room:
+        if len(first.context) > room:
             raise SessionLost(
-                f"reset() returned a prompt of {len(prompt_ids)} tokens, more than the limit of "
+                f"reset() returned a prompt of {len(first.context)} tokens, more than the limit of "
                 f"{room} (data.max_prompt_length + env.max_context_tokens)"
             )
-        tokens = _encode_ids(prompt_ids)
-        kept = await self._store_prompt(command, tokens)
+        item = m.ContextItem(
+            trajectory_id=command.trajectory_id,
+            placement=command.placement,
+            turn=0,
+            tokens=_encode_ids(first.context),
+            options=first.options,
+        )
+        stored = await self.store.send_request(m.Continue(items=(item,)), m.ContinueReply)
+        (kept,) = stored.results
         if kept.answer == "refused":
             raise SessionLost(kept.reason)
         return kept.answer == "ok"
-
-    async def _store_prompt(self, command: cmd.OpeningCommand, tokens: bytes) -> m.Result:
-        item = m.ContextItem(
-            trajectory_id=command.trajectory_id, placement=command.placement, turn=0, tokens=tokens
-        )
-        reply = await self.store.send_request(m.Continue(items=(item,)), m.ContinueReply)
-        return reply.results[0]
 
     async def answer_turn(
         self, item: cmd.PlacedTrajectory, row: m.StoredTrajectory
@@ -141,6 +141,7 @@ class Turns:
             prompt_ids=_decode_ids(row.prompt_ids),
             parts=split_turns(row),
             parents=row.parents,
+            logprobs=row.logprobs,
             finish_reason=row.finish_reason or "",
             room=self._count_context_room(row),
             stored=effects,
@@ -175,6 +176,7 @@ class Turns:
             turn=turn,
             tokens=_encode_ids(answer.context),
             parent=answer.parent,
+            options=answer.options,
             effects=effect_items(answer.effects),
         )
         reply = await self.store.send_request(m.Continue(items=(context,)), m.ContinueReply)

@@ -23,6 +23,7 @@ COMMANDS = {  # by module of laminar.cli, in the order of `laminar --help`
     "train": "run everything on this machine",
     "fork": "start a new run from a checkpoint of another",
     "doctor": "check this machine, and the cluster, for a run",
+    "agent": "try an agent: its conversations about three rows",
     "submit": "run on a Slurm cluster, as jobs",
     "serve": "run one machine's part of a prepared run, as a batch system does",
     "watch": "show the progress of a run that was started elsewhere; Ctrl-C does not stop it",

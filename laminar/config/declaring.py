@@ -19,8 +19,8 @@ def doc(text: str) -> Meta:
 def path_form(form: str) -> Meta:
     """Mark a path, or a list of them, that paths.py makes absolute.
 
-    `form`: "file"; "code" or "code:name", a Python file or module; or "model", which may be a name
-    on the hub."""
+    `form`: "file"; "code" or "code:name", a Python file or module; "model", which may be a name on
+    the hub; or "word" of a command, which may be a file."""
     return Meta(extra={"path": form})
 
 

@@ -38,9 +38,11 @@ def make_absolute(key: str, value: Any, declared: Key, file: Path | None, *, mus
         here = Path.cwd()
         places = [here] if file is None else list(dict.fromkeys([file.parent.resolve(), here]))
         for place in places:
-            if (joined := place / path).exists():
+            if (joined := place / path).exists() and (form != "word" or joined.is_file()):
                 joined = joined.parent.resolve() / joined.name if ".." in path else joined
                 return f"{joined}{colon}{function}"
+        if form == "word":  # of a command line
+            return name
         if form.startswith("code") and (module := find_module(path)):
             return f"{module}{colon}{function}"
         if file is None or not must_be or (form == "model" and HUB_MODEL.fullmatch(path)):

@@ -287,7 +287,7 @@ def _check_environment(c: Config) -> None:
         if env != type(env)():
             raise ConfigError("[env] has settings, but env.path is empty: name the file of a class")
         return
-    named = f"env.path = {env.path!r}" if env.path else f"agents.run = {c.agents.run!r}"
+    named = f"env.path = {env.path!r}" if env.path else c.agents.label
     if c.is_emulated:
         raise ConfigError(
             f'{named} with rollout.engine = "emulated": emulated tokens call no tool; remove one '
@@ -302,7 +302,7 @@ def _check_environment(c: Config) -> None:
         raise ConfigError(
             f'{named} with reward.scope = "group": siblings end their turns one by one; give "auto"'
         )
-    if c.agents.run:
+    if c.agents.label:
         _check_agent(c)
     _check_nesting(c)
     hosts = sum(map(c.has_host, range(c.run.nodes)))
@@ -322,15 +322,19 @@ def _check_agent(c: Config) -> None:
     """Check that nothing else names sessions, or writes the messages of an agent."""
     if c.env.path or c.env.name:
         raise ConfigError(
-            f"env.path = {c.env.path!r} and agents.run = {c.agents.run!r} both name what has the "
-            "turns: remove one of them"
+            f"env.path = {c.env.path!r} and {c.agents.label} both name what has the turns: remove "
+            "one of them"
         )
-    if not all(c.agents.run.rpartition(":")[::2]):
+    if c.agents.run and c.agents.command:
+        raise ConfigError(
+            f"agents.run = {c.agents.run!r} and {c.agents.label} both name the agent: remove one"
+        )
+    if c.agents.run and not all(c.agents.run.rpartition(":")[::2]):
         raise ConfigError(f"agents.run = {c.agents.run!r} is not of the form path.py:function")
     if c.data.system_prompt:
         raise ConfigError(
-            f"data.system_prompt has no effect with agents.run = {c.agents.run!r}, as an agent "
-            "writes its messages: remove it"
+            f"data.system_prompt has no effect with {c.agents.label}, as an agent writes its "
+            "messages: remove it"
         )
 
 
@@ -342,7 +346,7 @@ def _check_nesting(c: Config) -> None:
         ("env.trajectory_timeout_s", c.env.trajectory_timeout_s),
         ("trainer.batch_timeout_s", c.trainer.batch_timeout_s),
     ]
-    for (inner, shorter), (outer, longer) in pairwise(limits[1:] if c.agents.run else limits):
+    for (inner, shorter), (outer, longer) in pairwise(limits[1:] if c.agents.label else limits):
         if shorter >= longer:
             raise ConfigError(
                 f"{inner} = {shorter:g} must be shorter than {outer} = {longer:g}, which includes "

@@ -123,8 +123,24 @@ class AgentsConfig(Section, frozen=True, kw_only=True):
         path_form("code:name"),
         doc("path.py:function, called with a row and its endpoint; empty: none"),
     ] = ""
+    command: Annotated[
+        list[str],
+        path_form("word"),
+        doc('a program in place of a function: ["python", "agent.py"]'),
+    ] = []
+    sampling: Annotated[
+        Literal["replace", "refuse"],
+        doc("temperature, top_p, ... of requests; replace: by those of the run"),
+    ] = "replace"
     thinking: Annotated[
         Literal["keep", "template"],
         doc("old thoughts; keep: as sampled; template: in a branch where the template drops them"),
     ] = "keep"
     max_branches: Annotated[Count, doc("branches of a response at most: rows of training")] = 16
+
+    @property
+    def label(self) -> str:
+        """The setting that names the agent, for messages; empty: none does."""
+        if self.command:
+            return f"agents.command = {self.command!r}"
+        return f"agents.run = {self.run!r}" if self.run else ""

@@ -375,7 +375,7 @@ class Config(Section, frozen=True, kw_only=True):
     @property
     def has_sessions(self) -> bool:
         """Whether trajectories have sessions: those of an environment, or those of an agent."""
-        return bool(self.env.path or self.agents.run)
+        return bool(self.env.path or self.agents.label)
 
     def uses(self, part: Section) -> bool:
         return self.has_sessions if part is self.env else part.is_used
@@ -429,7 +429,7 @@ class Config(Section, frozen=True, kw_only=True):
     @property
     def runs_agents_once(self) -> Annotated[bool, Decides(absent=False)]:
         """Whether an agent that has started is never run again."""
-        return bool(self.agents.run) and self.env.call_semantics == "at-most-once"
+        return bool(self.agents.label) and self.env.call_semantics == "at-most-once"
 
     @property
     def groups_per_version(self) -> Annotated[int, Decides()]:

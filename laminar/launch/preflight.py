@@ -189,7 +189,7 @@ def look_at_environment(
 
     An agent may score, so that functions are checked only if the config names them.
     """
-    if config.agents.run:
+    if config.agents.label:
         reward = config.reward
         named = reward.kind != "auto" or reward.functions or reward.custom_reward_function.path
         return config, not (named or config.data.dataset)

@@ -32,10 +32,11 @@ def file_digests(named: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_file_digests(config: Config) -> dict[str, str]:
-    """Return the digests of the reward, environment and strategy files that exist, by path."""
+    """Return the digests of the user's files that exist, by path."""
     reward, strategy = config.reward, config.algorithm.batch_strategy
     paths = [reward.custom_reward_function.path, *(entry.path for entry in reward.functions)]
     paths += [config.env.path, *(f.rpartition(":")[0] for f in (config.agents.run, strategy))]
+    paths += config.agents.command
     return {path: digest_file(Path(path)) for path in paths if Path(path).is_file()}
 
 

@@ -351,6 +351,7 @@ def _open_result(
         contexts=tuple(contexts.values()),
         parents=tables.turns.get_parents(row) if is_open else (),
         own_prompt=own_prompt is not None,
+        options=msgspec.json.decode(tables.turns.get_options(row), type=m.TurnOptions),
         segment_lengths=rules.segment_lengths(chunks),
         num_tokens=row.num_tokens,
         tokens_lost=row.tokens_lost,

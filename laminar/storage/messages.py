@@ -119,6 +119,14 @@ class Intend(Message, frozen=True, kw_only=True):
     effects: Annotated[tuple[EffectItem, ...], Many]
 
 
+class TurnOptions(Item, frozen=True, kw_only=True):
+    """The limits of one turn that its request sets."""
+
+    max_tokens: Count = 0  #: sampled tokens; 0: no limit but that of the response
+    #: texts that end the turn
+    stop: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)] = ()
+
+
 class ContextItem(Item, frozen=True, kw_only=True):
     trajectory_id: Name
     placement: Count
@@ -126,6 +134,7 @@ class ContextItem(Item, frozen=True, kw_only=True):
     #: turn that it follows; -1: none, its tokens are all that the turn reads; None: the turn before
     parent: Annotated[int, Meta(ge=-1)] | None = None
     tokens: bytes
+    options: TurnOptions = TurnOptions()
     #: calls of the turn before, each with its outcome
     effects: Annotated[tuple[EffectItem, ...], Many] = ()
 
@@ -250,6 +259,7 @@ class OpenResult(Item, frozen=True, kw_only=True):
     parents: tuple[int, ...] = ()  #: as `branches.Parents`
     #: whether `prompt_ids` are the environment's instead of the row's
     own_prompt: bool = False
+    options: TurnOptions = TurnOptions()  #: of the turn to sample
 
 
 class OpenReply(Message, frozen=True, kw_only=True):

@@ -151,6 +151,7 @@ LATER_COLUMNS = (
     ("trajectories", "payload_removed", "INTEGER"),  # 1: its chunks have no bytes any more
     ("effects", "seconds", "REAL NOT NULL DEFAULT 0"),
     ("contexts", "parent", "INTEGER"),  # turn that it follows, -1: none; NULL: the turn before
+    ("contexts", "options", "TEXT"),  # messages.TurnOptions as JSON; NULL: none
     ("chunks", "replica", "TEXT"),
     ("chunks", "weight_version", "INTEGER"),
     ("chunks", "version_step", "INTEGER"),

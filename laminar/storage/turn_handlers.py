@@ -46,7 +46,8 @@ class TurnHandlers:
         parent = None if item.parent == item.turn - 1 else item.parent
         verdict = rules.judge_context(row, item.placement, item.turn, item.tokens, stored, parent)
         if row is not None and verdict.changes:
-            self._rows.turns.add_context(row.id, item.turn, item.tokens, parent)
+            options = item.options if item.options != m.TurnOptions() else None
+            self._rows.turns.add_context(row.id, item.turn, item.tokens, parent, options)
             self.end_effects(row, item.turn - 1, item.effects)
             self._rows.save(row, rules.apply_context(row, item.turn, item.tokens))
         return make_result(item.trajectory_id, verdict)

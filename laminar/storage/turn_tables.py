@@ -12,6 +12,8 @@ import sqlite3
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from laminar.storage.branches import ROOT, Parents
 from laminar.storage.rows import PayloadRemoved
 from laminar.storage.rules import TOKEN_BYTES, Row
@@ -36,12 +38,26 @@ class TurnTables:
         self._db = connection
 
     def add_context(
-        self, trajectory_id: str, turn: int, tokens: bytes, parent: int | None = None
+        self,
+        trajectory_id: str,
+        turn: int,
+        tokens: bytes,
+        parent: int | None = None,
+        options: msgspec.Struct | None = None,
     ) -> None:
         """Add unsampled tokens that the model reads before this turn (0: as its prompt)."""
-        values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens, parent)
-        sql = "INSERT INTO contexts (trajectory_id, turn, num_tokens, tokens, parent) "
-        self._db.execute(f"{sql}VALUES (?, ?, ?, ?, ?)", values)
+        stored = msgspec.json.encode(options).decode() if options is not None else None
+        values = (trajectory_id, turn, len(tokens) // TOKEN_BYTES, tokens, parent, stored)
+        sql = "INSERT INTO contexts (trajectory_id, turn, num_tokens, tokens, parent, options) "
+        self._db.execute(f"{sql}VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    def get_options(self, row: Row) -> str:
+        """Return the options of the row's newest turn, as JSON."""
+        if not row.context_tokens:
+            return "{}"
+        sql = "SELECT options FROM contexts WHERE trajectory_id = ? AND turn = ?"
+        found = self._db.execute(sql, (row.id, row.turns)).fetchone()
+        return (found and found[0]) or "{}"
 
     def get_contexts(self, row: Row) -> dict[int, bytes]:
         """Return the row's contexts by the turn that reads them; PayloadRemoved."""

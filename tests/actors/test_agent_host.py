@@ -17,7 +17,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import GroupId
 from laminar.storage import messages as m
-from laminar.tasks.environments.turns import Session, SessionLost
+from laminar.tasks.environments.turns import NextTurn, Session, SessionLost
 from tests.actors.held_replica import HeldStore, T, ids
 from tests.actors.parts import FakeHost, until
 from tests.actors.test_several_turns import LIMITS, stored
@@ -30,12 +30,12 @@ class FakeSessions:
         self.may_start, self.ended = asyncio.Event(), list[str]()
         self.fails, self.begun = "", False
 
-    async def reset(self, session: Session) -> tuple[int, ...] | None:
+    async def reset(self, session: Session) -> NextTurn:
         self.begun = True
         await self.may_start.wait()
         if self.fails:
             raise SessionLost(self.fails)
-        return (5, 6)
+        return NextTurn((5, 6))
 
     def end_session(self, trajectory_id: str) -> None:
         self.ended.append(trajectory_id)

@@ -12,7 +12,7 @@ import pytest
 
 from laminar.actors.batch_fetch import sample_of
 from laminar.actors.turns import Turns, turn_seed
-from laminar.engines.protocol import LENGTH, STOP
+from laminar.engines.protocol import LENGTH, STOP, TokenDelta
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.reasons import EndedBy
@@ -166,6 +166,73 @@ async def test_all_turns_share_one_limit_and_end_by_their_own_tokens(
     assert started.prompt_tokens == 2 + 2 * len(turns)  # all that nobody sampled
     replica.host.end()
     replica.host.telemetry.wait_drained(60)
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+async def open_with(replica: Replica, options: m.TurnOptions, *done: int) -> None:
+    """Begin the second turn, after two tokens, with these options."""
+    replica.rollout.parts.decode = text_of  # type: ignore[method-assign]
+    replica.tell(generate(placement=2))
+    await replica.store.answer_open(
+        prompt_ids=ids(1, 2),
+        tokens=ids(3, END_ID, *done),
+        num_tokens=2 + len(done),
+        segment_lengths=(2, len(done)) if done else (2,),
+        contexts=(ids(50),),
+        options=options,
+    )
+
+
+async def finish_turn(replica: Replica) -> ev.TrajectoryFinished:
+    await replica.store.answer(m.Finish, "ok")
+    event: ev.TrajectoryFinished = await replica.host.wait(ev.TrajectoryFinished)
+    replica.host.end()
+    replica.host.telemetry.wait_drained(60)
+    return event
+
+
+@pytest.mark.parametrize(("limit", "most"), [(0, 4), (3, 3), (9, 4)])
+async def test_a_turn_may_have_a_limit_of_its_own(tmp_path: Path, limit: int, most: int) -> None:
+    replica = Replica(tmp_path)
+    await open_with(replica, m.TurnOptions(max_tokens=limit))
+    await until(lambda: bool(replica.engine.requests))
+    assert replica.engine.requests[0].max_new_tokens == most
+    replica.host.end()
+    replica.host.telemetry.wait_drained(60)
+
+
+async def test_a_turn_that_had_its_own_limit_is_not_sampled_further(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    await open_with(replica, m.TurnOptions(max_tokens=1), 4)
+    event = await finish_turn(replica)
+    assert (event.finish_reason, event.num_tokens) == (LENGTH, 3) and not replica.engine.requests
+
+
+async def test_tokens_behind_a_stop_string_are_not_stored(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    await open_with(replica, m.TurnOptions(stop=("bcd",)), 1)
+    await until(lambda: bool(replica.engine.requests))
+    name = replica.engine.requests[0].request_id
+    replica.rollout._on_deltas([TokenDelta(name, [2, 3, 4], [-1.0, -2.0, -3.0], None)])
+    replica.rollout._on_deltas([TokenDelta(name, [5], [-4.0], None)])  # on its way meanwhile
+    assert name not in replica.engine.running
+    request, reply = await replica.store.next(m.Append)
+    (item,) = request.items
+    assert (item.tokens, item.offset) == (ids(2, 3), 1) and len(item.logprobs) == 8
+    stored = m.Result(trajectory_id=item.trajectory_id, answer="ok")
+    reply.set_result(m.AppendReply(results=(stored,)))
+    event = await finish_turn(replica)
+    assert (event.finish_reason, event.num_tokens) == (STOP, 5)
+
+
+async def test_a_stop_string_that_was_found_elsewhere_ends_the_turn(tmp_path: Path) -> None:
+    replica = Replica(tmp_path)
+    await open_with(replica, m.TurnOptions(stop=("bc",)), 1, 2)
+    event = await finish_turn(replica)
+    assert (event.finish_reason, event.num_tokens) == (STOP, 4) and not replica.engine.requests
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", *filter(None, EndedBy)])

@@ -77,6 +77,18 @@ def test_the_next_turn_begins_behind_the_context(database: Database, path: Path)
     assert books.check_integrity(path) == []
 
 
+def test_the_limits_of_a_turn_are_kept_for_its_engine(database: Database) -> None:
+    options = m.TurnOptions(max_tokens=5, stop=("é", "x"))
+    (item,) = go_on(NAME, (7,)).items
+    asked = m.Continue(items=(msgspec.structs.replace(item, options=options),))
+    assert [one(database, asked).answer for _ in range(2)] == ["ok", "ok"]
+    assert one(database, open_(NAME, placement=2)).options == options
+    append_2 = append(NAME, (3,), placement=2, segment=1)
+    assert answers(database, append_2, finish(NAME, 3, placement=2)) == ["ok", "ok"]
+    assert one(database, go_on(NAME, (8,), turn=2, placement=2)).answer == "ok"
+    assert one(database, open_(NAME, placement=3)).options == m.TurnOptions()
+
+
 @pytest.mark.parametrize(
     ("wrong", "place"),
     [

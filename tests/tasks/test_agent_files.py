@@ -9,6 +9,7 @@ import json
 import socket
 import sys
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -165,6 +166,123 @@ def test_the_tool_loop_of_the_openai_sdk(tmp_path):
         assert (await bench.say(add(1, 2), room=3)).reason == "context-full"
 
     in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/openai_calculator.py:solve")
+
+
+@needs("agents")
+def test_the_openai_agents_sdk(tmp_path):
+    async def body(bench):
+        assert "Add two whole numbers." in await bench.begin()
+        assert await bench.say(add(1, 2)) == f"\n<s>tool\n3{END}\n<s>assistant\n"
+        done = await bench.say("3")
+        assert (done.result, done.text, done.reason) == (None, "3", "")
+
+    in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/openai_agents_calculator.py:solve")
+
+
+@needs("verifiers")
+@pytest.mark.parametrize(("said", "score"), [("42!", 1.0), ("41", 0.0)])
+def test_verifiers(tmp_path, said, score):
+    async def body(bench):
+        assert "Add two whole numbers." in await bench.begin()
+        assert await bench.say(add(1, 2)) == f"\n<s>tool\n3{END}\n<s>assistant\n"
+        assert (await bench.say(said)).result.reward == score
+
+    in_bench(tmp_path, "", body, run=f"{CONFIGS}/agents/verifiers_calculator.py:solve")
+
+
+@needs("smolagents")
+def test_smolagents(tmp_path):
+    def call(tool, arguments):
+        named = json.dumps({"name": tool, "arguments": arguments})
+        return f"<tool_call>{named}</tool_call>"
+
+    async def body(bench):
+        assert "Add two whole numbers." in await bench.begin()
+        assert "Observation:" in bench.first.options.stop
+        assert "Observation:\n42" in await bench.say(call("add", {"a": 20, "b": 22}), room=20_000)
+        done = await bench.say(call("final_answer", {"answer": "42"}))
+        assert done.result.reward == 1.0, done
+
+    limits = {"data.max_prompt_length": 10_000, "max_context_tokens": 20_000}
+    run = f"{CONFIGS}/agents/smolagents_calculator.py:solve"
+    in_bench(tmp_path, "", body, run=run, **limits)
+
+
+@needs("minisweagent")
+@pytest.mark.parametrize(("edit", "score"), [("a + b", 1.0), ("a * b", 0.0)])
+def test_mini_swe_agent_in_a_sandbox(tmp_path, edit, score):
+    try:
+        Sandbox()
+    except ConfigError as missing:
+        pytest.skip(str(missing))
+
+    def run(command):
+        called = json.dumps({"name": "bash", "arguments": {"command": command}})
+        return f"<tool_call>{called}</tool_call>"
+
+    async def body(bench):
+        say = partial(bench.say, room=2_000)
+        assert "Do it. Read and edit the files" in await bench.begin()
+        assert "return a - b" in await say(run("open('/work/sums.py').read()"))
+        assert "No tool calls found" in await say("What now?")
+        text = f"def add(a, b):\n    return {edit}\n"
+        assert "<returncode>0" in await say(run(f"open('/work/sums.py','w').write({text!r})"))
+        done = await say(run("print('SUBMIT')"))
+        assert (done.result.reason, done.result.reward) == ("ok", score)
+
+    limits = {"data.max_prompt_length": 1_000, "max_turns": 9}
+    run_ = f"{CONFIGS}/agents/mini_swe_agent.py:solve"
+    in_bench(tmp_path, "", body, run=run_, **limits)
+
+
+@needs("anthropic")
+def test_a_tool_loop_of_the_anthropic_sdk(tmp_path):
+    agent = """
+    from anthropic import Anthropic, BadRequestError
+
+    def solve(task, endpoint):
+        client, stream = Anthropic(), task["stream"]  # by the variables of the session
+        tool = TOOLS[0]["function"]
+        tools = [dict(name="add", description="Add.", input_schema=tool["parameters"])]
+        messages = [user("a")]
+        while True:
+            asked = dict(model="any", max_tokens=50, messages=messages, system="Be.", tools=tools)
+            try:
+                if stream:
+                    with client.messages.stream(**asked) as events:
+                        reply = events.get_final_message()
+                else:
+                    reply = client.messages.create(**asked)
+            except BadRequestError as error:
+                return dict(score=2, text=error.body["error"]["message"])
+            used = [block for block in reply.content if block.type == "tool_use"]
+            if not used:
+                return dict(score=reply.usage.output_tokens, text=reply.content[0].text)
+            results = [
+                dict(type="tool_result", tool_use_id=each.id, content=str(sum(each.input.values())))
+                for each in used
+            ]
+            messages += [dict(role="assistant", content=reply.content)]
+            messages += [dict(role="user", content=results)]
+    """
+
+    async def body(bench):
+        for stream in (False, True):
+            bench.agents.end_session("t")
+            assert (await bench.begin(stream=stream)).endswith(
+                f"<s>system\nBe.{END}\n<s>user\na{END}\n<s>assistant\n"
+            )
+            assert bench.first.options.max_tokens == 50
+            assert await bench.say(add(1, 2)) == f"\n<s>tool\n3{END}\n<s>assistant\n"
+            done = await bench.say("end")
+            assert done.result.extras == {"text": "end"}
+            assert done.result.reward == len(bench.parts[-1][1])
+            bench.agents.end_session("t")
+            await bench.begin(stream=stream)
+            done = await bench.say(add(1, 2), room=1)
+            assert done.result.extras["text"].startswith("prompt is too long: ")
+
+    in_bench(tmp_path, agent, body)
 
 
 @needs("openai")

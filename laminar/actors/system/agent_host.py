@@ -36,7 +36,7 @@ class RealHostParts:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.name)
         stop_ids = end_ids(config.model.name, tokenizer)
         self._decode = make_response_decoder(tokenizer, stop_ids)
-        if config.agents.run:
+        if config.agents.label:
             return Agents(config, tokenizer, stop_ids, self._decode, printed)
         tools = decode_tools(config.env)
         return Environments(

@@ -2,20 +2,21 @@
 
 Reads   the body of a request to POST chat/completions
 Gives   read_request, ChatRequest; compare_form, in which messages that clients have sent back equal
-        those of before; make_completion, iter_stream, make_error
+        those of before; make_completion, iter_events, make_error
 Raises  RequestRefused, which the client gets as the provider's error object with status 400
 
-What a run decides itself is accepted and replaced: model, sampling parameters, limits of tokens.
-What would change the distribution that is trained, or cannot be answered, is refused.
+The model's name is accepted and ignored; sampling parameters are replaced by those of the run, or
+refused. What would change the distribution that is trained, or cannot be answered, is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from laminar.run.user_file import replace_surrogates
+from laminar.storage.messages import TurnOptions
 from laminar.tasks.environments.tool_calls import CALL_ID, TurnMessage, format_call
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -24,14 +25,24 @@ _REFUSED = {  #: values that are allowed, by key; others are refused
     "n": (None, 1),
     "tool_choice": (None, "auto", "none"),
     "response_format": (None, {"type": "text"}),
-    "logprobs": (None, False),
     "top_logprobs": (None, 0),
-    "stop": (None, [], ""),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "functions": (None,),
     "function_call": (None,),
 }
+#: sampling parameters, with the values that change nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1),
+    "top_k": (None, -1),
+    "min_p": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "seed": (None,),
+    "logit_bias": (None, {}),
+}
+STOPS_MAX, STOP_CHARS_MAX = 16, 256  #: as storage/messages.py bounds them
 
 Message = dict[str, Any]
 
@@ -41,7 +52,8 @@ class RequestRefused(Exception):
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.body = make_error(message, code=code, param=param)
+        full = f"This model's maximum context length is exceeded: {message}"  # as clients know it
+        self.body = make_error(full if code == TOO_LONG else message, code=code, param=param)
 
 
 class ChatRequest(NamedTuple):
@@ -52,14 +64,36 @@ class ChatRequest(NamedTuple):
     may_call: bool = True
     stream: bool = False
     include_usage: bool = False
+    options: TurnOptions = TurnOptions()
+    logprobs: bool = False  #: of sampled tokens, in the reply
+    replaced: Mapping[str, Any] | None = None  #: sampling parameters that have no effect
 
     def encode_turn(self) -> str:
         """Return what decides the turn, as JSON."""
-        return json.dumps([self.messages, self.tools, self.may_call])
+        options = self.options.max_tokens, self.options.stop
+        return json.dumps([self.messages, self.tools, self.may_call, options, self.logprobs])
 
 
-def decode_turn(body: str) -> ChatRequest:
-    return ChatRequest(*json.loads(body))
+class Sampling(NamedTuple):
+    """The treatment of sampling parameters of requests (agents.sampling)."""
+
+    is_refused: bool = False
+    temperature: float = 1.0  #: that of the run, which requests may have
+
+    def find_replaced(self, given: Message) -> dict[str, Any]:
+        """Return the parameters that differ from those of the run; raise RequestRefused."""
+        allowed = {"temperature": (None, self.temperature), **_NEUTRAL}
+        found = {key: given[key] for key in allowed if given.get(key) not in allowed[key]}
+        for key, value in found.items() if self.is_refused else ():
+            raise RequestRefused(
+                f"{key} = {json.dumps(value)[:200]} is not that of the run, whose settings decide "
+                'how the model is sampled: leave it out, or set agents.sampling = "replace"',
+                param=key,
+            )
+        return found
+
+
+REPLACING = Sampling()
 
 
 def make_error(
@@ -74,14 +108,24 @@ def make_error(
     return json.dumps({"error": error})
 
 
-def read_request(body: bytes) -> ChatRequest:
-    """Check a request; raise RequestRefused."""
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body; raise RequestRefused."""
     try:
         given = json.loads(replace_surrogates(json.dumps(json.loads(body), ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise RequestRefused("the body is not a JSON object")
+    return given
+
+
+def read_request(body: bytes, sampling: Sampling = REPLACING) -> ChatRequest:
+    """Check a request; raise RequestRefused."""
+    return check_request(read_object(body), sampling)
+
+
+def check_request(given: dict[str, Any], sampling: Sampling) -> ChatRequest:
+    """Check the object of a request; raise RequestRefused."""
     for key, allowed in _REFUSED.items():
         if given.get(key) not in allowed:
             known = " or ".join(json.dumps(value) for value in allowed if value is not None)
@@ -100,7 +144,31 @@ def read_request(body: bytes) -> ChatRequest:
         given.get("tool_choice") != "none",
         bool(given.get("stream")),
         isinstance(options, dict) and bool(options.get("include_usage")),
+        _read_options(given),
+        bool(given.get("logprobs")),
+        sampling.find_replaced(given),
     )
+
+
+def _read_options(given: Message) -> TurnOptions:
+    """Return the limits of the turn."""
+    limit = 0
+    for key in ("max_tokens", "max_completion_tokens"):
+        value = given.get(key)
+        if value is not None and (type(value) is not int or not 0 < value < 1 << 31):
+            wrong = f"{key} = {json.dumps(value)[:200]} must be a positive number of tokens"
+            raise RequestRefused(wrong, param=key)
+        limit = value or limit
+    stop = given.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    fits = isinstance(stop, list) and all(isinstance(each, str) for each in stop)
+    if not fits or len(stop) > STOPS_MAX or any(len(each) > STOP_CHARS_MAX for each in stop):
+        raise RequestRefused(
+            f"stop must be a text of at most {STOP_CHARS_MAX} characters, or a list of at most "
+            f"{STOPS_MAX} of them",
+            param="stop",
+        )
+    return TurnOptions(max_tokens=limit, stop=tuple(each for each in stop if each))
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]]:
@@ -194,9 +262,20 @@ def make_turn_message(turn: TurnMessage, first_call: int) -> Message:
 
 
 def make_completion(
-    head: Message, message: Message, reasoning: str, *, cut: bool, tokens: tuple[int, int]
+    head: Message,
+    message: Message,
+    reasoning: str,
+    *,
+    cut: bool,
+    tokens: tuple[int, int],
+    stop: str | None = None,
+    logprobs: Sequence[tuple[str, float]] | None = None,
 ) -> str:
-    """Return the reply to a request; `tokens`: numbers read and sampled."""
+    """Return the reply to a request.
+
+    `tokens`: numbers read and sampled; `stop`: the stop string that ended the turn; `logprobs`:
+    text and log-prob of each token.
+    """
     calls = [
         format_call(c["id"], c["function"]["name"], json.dumps(c["function"]["arguments"]))
         for c in message.get("tool_calls", ())
@@ -207,8 +286,9 @@ def make_completion(
     choice = {
         "index": 0,
         "message": told,
-        "logprobs": None,
+        "logprobs": None if logprobs is None else {"content": [*map(_format_token, logprobs)]},
         "finish_reason": "length" if cut else "tool_calls" if calls else "stop",
+        "stop_reason": stop,
     }
     read, sampled = tokens
     usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
@@ -216,17 +296,27 @@ def make_completion(
     return json.dumps(found)
 
 
-def iter_stream(body: str, *, include_usage: bool) -> Iterator[str]:
-    """Yield the data of a stream's events for a completion: a whole turn, its end, its usage."""
+def _format_token(token: tuple[str, float]) -> Message:
+    text, logprob = token
+    data = None if "\ufffd" in text else list(text.encode())  # a part of a character
+    return {"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []}
+
+
+def iter_events(body: str, asked: ChatRequest) -> Iterator[str]:
+    """Yield the events of a stream for a completion: a whole turn, its end, its usage."""
     found = json.loads(body)
     usage, (choice,) = found.pop("usage"), found["choices"]
     delta = choice.pop("message")
     for i, call in enumerate(delta.get("tool_calls", ())):
         call["index"] = i
     found["object"] = "chat.completion.chunk"
-    ended = {**choice, "delta": {}}
+    ended = {**choice, "delta": {}, "logprobs": None}
     for one in ({**choice, "delta": delta, "finish_reason": None}, ended):
-        yield json.dumps({**found, "choices": [one]})
-    if include_usage:
-        yield json.dumps({**found, "choices": [], "usage": usage})
-    yield "[DONE]"
+        yield format_event(json.dumps({**found, "choices": [one]}))
+    if asked.include_usage:
+        yield format_event(json.dumps({**found, "choices": [], "usage": usage}))
+    yield format_event("[DONE]")
+
+
+def format_event(data: str) -> str:
+    return f"data: {data}\n\n"

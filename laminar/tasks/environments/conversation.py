@@ -26,6 +26,7 @@ from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments import chat_messages as chat
 from laminar.tasks.environments.chat_messages import ChatRequest, RequestRefused
 from laminar.tasks.environments.renderer import Renderer
+from laminar.tasks.environments.stop_strings import cut_text
 from laminar.tasks.environments.tool_calls import CallParser, TurnMessage
 
 if TYPE_CHECKING:
@@ -101,25 +102,45 @@ class Chat:
         """Have the next turn answer this request."""
         self._nodes.append(_Node(turn, asked, _compare_forms(asked)))
 
-    def make_reply(self, ids: Sequence[int], name: str, *, cut: bool) -> str:
-        """Return the completion for the turn that is awaited, which requests may extend."""
+    def is_cut(self, ids: Sequence[int]) -> bool:
+        """Return whether a limit ended these ids of the awaited turn, not the model."""
+        stop = self._nodes[-1].asked.options.stop
+        return (
+            ids[-1] not in self._form.end_ids and not cut_text(self._form.decode([*ids]), stop)[1]
+        )
+
+    def make_reply(
+        self, ids: Sequence[int], name: str, *, cut: bool, logprobs: Sequence[float] = ()
+    ) -> str:
+        """Return the completion for the turn that is awaited, which requests may extend.
+
+        `logprobs`: those of the ids, needed if the request wants them.
+        """
         node = self._nodes[-1]
         assert not node.answered
         before = self._list_ids(len(self._nodes) - 1)
-        text = self._form.decode(list(ids))
+        text, stop = cut_text(self._form.decode(list(ids)), node.asked.options.stop)
         turn = TurnMessage(text, "", [])
         if not cut:
             parser = CallParser(
                 self._form.tokenizer, node.asked.tools if node.asked.may_call else []
             )
             turn = parser.parse_message(ids, before, text)
+            content, _ = cut_text(turn.content, node.asked.options.stop)  # if read from the ids
+            turn = turn._replace(content=content)
         message = chat.make_turn_message(turn, self._num_calls)
         self._num_calls += len(turn.calls)
         node.sampled, node.reasoning, node.answered = tuple(ids), turn.reasoning, True
         node.forms += (chat.compare_form(message),)
         head = {"id": name, "created": int(time.time()), "model": self._form.model}
         tokens = len(before), len(ids)
-        return chat.make_completion(head, message, turn.reasoning, cut=cut, tokens=tokens)
+        scores = None
+        if node.asked.logprobs:
+            texts = [str(self._form.tokenizer.decode([i])) for i in ids]
+            scores = list(zip(texts, map(float, logprobs), strict=True))
+        return chat.make_completion(
+            head, message, turn.reasoning, cut=cut, tokens=tokens, stop=stop, logprobs=scores
+        )
 
     def check_template(self) -> None:
         """Test the template with the tools of the last request; raise ConfigError."""

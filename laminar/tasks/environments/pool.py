@@ -93,7 +93,7 @@ class Conversation:
         self.busy = asyncio.Lock()  #: lock of a single request; repeated ones find the answer
         self.process: SessionProcess | None = None
         self.agent: Any = None  #: AgentSession of agents.py
-        self.prompt_ids: tuple[int, ...] | None = None  #: prompt with what the session adds
+        self.first: NextTurn | None = None  #: the first turn, with the prompt as the session has it
         self.answers: dict[int, NextTurn | TrajectoryDone] = {}  #: by turn
         self.killed_after_s = 0.0  #: run time of a call that was killed, or 0
         self.has_room = False  #: holds one of agents.max_sessions
@@ -116,8 +116,8 @@ class Sessions(ABC):
     @abstractmethod
     async def _start_session(
         self, conversation: Conversation, process: SessionProcess
-    ) -> tuple[int, ...] | str | None:
-        """Start the user's code; return the prompt's ids if it changes them, or why it failed."""
+    ) -> NextTurn | str | None:
+        """Start the user's code; return the first turn if it changes it, or why it failed."""
 
     @abstractmethod
     async def _answer_turn(
@@ -134,8 +134,8 @@ class Sessions(ABC):
     async def close(self) -> None:
         await self._pool.close()
 
-    async def reset(self, session: Session) -> tuple[int, ...] | None:
-        """Open a trajectory's session; return the prompt's ids if reset adds text, else None.
+    async def reset(self, session: Session) -> NextTurn | None:
+        """Open a trajectory's session; return the first turn if reset changes the prompt.
 
         Raises SessionLost.
         """
@@ -148,7 +148,7 @@ class Sessions(ABC):
                 except SessionLost:
                     self._close_session(conversation)
                     raise
-            return conversation.prompt_ids
+            return conversation.first
 
     async def answer_turn(self, call: TurnCall, intend: Intend) -> NextTurn | TrajectoryDone:
         """Answer a turn, and repeated requests with the same answer; raise SessionLost.
@@ -218,7 +218,7 @@ class Sessions(ABC):
                 process.kill()
                 raise
             if not isinstance(started, str) and not conversation.forgotten:
-                conversation.process, conversation.prompt_ids = process, started
+                conversation.process, conversation.first = process, started
                 return
             process.kill()
             if conversation.forgotten:
@@ -319,7 +319,7 @@ class Environments(Sessions):
 
     async def _start_session(
         self, conversation: Conversation, process: SessionProcess
-    ) -> tuple[int, ...] | str | None:
+    ) -> NextTurn | str | None:
         """Reset the environment."""
         row, seed = conversation.session.row, conversation.session.seed
         said = await process.reset(row, seed, self._env.tool_timeout_s)
@@ -328,7 +328,7 @@ class Environments(Sessions):
         if not said.text:
             return None
         try:
-            return tuple(self._renderer.render_prompt(row, said.text))
+            return NextTurn(tuple(self._renderer.render_prompt(row, said.text)))
         except ConfigError as error:
             raise EnvironmentFailed(f"the text of reset cannot be rendered: {error}") from None
 

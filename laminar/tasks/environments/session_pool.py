@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from laminar.config import ConfigError
-from laminar.config.tasks import EnvConfig
+from laminar.config.tasks import AgentsConfig, EnvConfig
 from laminar.run.child_channel import Channel, ChildLost, Forked
 from laminar.run.child_process import Child, Output, spawn_child
 from laminar.tasks.data.prompts import PromptRow
@@ -102,7 +102,7 @@ class SessionPool:
         env: Mapping[str, str] | None = None,
         on_output: Output = len,
         reward: RewardSpec | None = None,
-        is_agent: bool = False,
+        agents: AgentsConfig | None = None,
     ) -> None:
         """Create the pool; `memory_mb` limits each process of a session, 0 means no limit.
 
@@ -111,8 +111,9 @@ class SessionPool:
         """
         self.has_reward = False  #: sessions give the reward; known after the start
         reward = reward if reward is not None and reward.takes_environments else None
-        self._start = ForkServerStart(path, name, unsafe_local_code, memory_mb, reward)
-        self._module = AGENTS if is_agent else ENVIRONMENTS
+        command = agents.command if agents is not None else []
+        self._start = ForkServerStart(path, name, unsafe_local_code, memory_mb, reward, command)
+        self._module = ENVIRONMENTS if agents is None else AGENTS
         self._start_timeout_s, self._on_output = start_timeout_s, on_output
         self._env = {**os.environ, **(env or {})}
         self._warm: _ForkServerClient | None = None
@@ -123,12 +124,12 @@ class SessionPool:
         cls,
         env: EnvConfig,
         *,
-        agent: str = "",
+        agents: AgentsConfig | None = None,
         on_output: Output = len,
         reward: RewardSpec | None = None,
     ) -> SessionPool:
-        """Create a pool with the limits of the settings; `agent`: path.py:function."""
-        path, _, function = agent.rpartition(":")
+        """Create a pool with the limits of the settings, for agents if these are given."""
+        path, _, function = agents.run.rpartition(":") if agents is not None else ("", "", "")
         return cls(
             path or env.path,
             function or env.name,
@@ -136,7 +137,7 @@ class SessionPool:
             memory_mb=env.memory_mb,
             on_output=on_output,
             reward=reward,
-            is_agent=bool(agent),
+            agents=agents,
         )
 
     async def start(self) -> None:

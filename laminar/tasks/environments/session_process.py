@@ -15,6 +15,7 @@ pool's ends, all sessions end, with all that they and the import of the file hav
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -49,6 +50,7 @@ class ForkServerStart(msgspec.Struct, tag="start"):
     unsafe: bool  #: code may run without a sandbox
     memory_mb: int = 0  #: memory limit of a session's process above this one's; 0: no limit
     reward: RewardSpec | None = None  #: functions that take the environment
+    command: list[str] = []  #: program of the agent, in place of a function
 
 
 class ForkSession(msgspec.Struct, tag="fork"):
@@ -88,19 +90,14 @@ class RewardRequest(msgspec.Struct, tag="rate"):
 
 
 class AgentRequest(msgspec.Struct, tag="agent"):
-    """A session's first request: run the agent until it asks the model, or ends."""
+    """A session's only request: run the agent to its end."""
 
     row: PromptRow
     seed: int
     model: str  #: name that the agent is told
-
-
-class TurnRequest(msgspec.Struct, tag="turn"):
-    """The answer to an agent's request: a turn of the model, or a refusal."""
-
-    body: str  #: JSON
-    refused: bool = False
-    closed: bool = False  #: no later request can be answered: all get this body
+    base_url: str
+    api_key: str
+    directory: str = ""  #: working directory, if it is a command
 
 
 class TextReply(msgspec.Struct, tag="said"):
@@ -112,20 +109,14 @@ class RewardReply(msgspec.Struct, tag="rated"):
     result: RewardResult
 
 
-class ChatReply(msgspec.Struct, tag="chat"):
-    """A request of the agent for the next turn."""
-
-    body: str  #: JSON
-
-
 class AgentReply(msgspec.Struct, tag="done"):
     """The end of the agent."""
 
     result: RewardResult  #: unscored: the agent returned None
 
 
-Request = ResetRequest | ToolRequest | RewardRequest | AgentRequest | TurnRequest
-Reply = TextReply | RewardReply | ChatReply | AgentReply
+Request = ResetRequest | ToolRequest | RewardRequest | AgentRequest
+Reply = TextReply | RewardReply | AgentReply
 
 
 Serve = Callable[[BlockingChannel], None]
@@ -171,6 +162,8 @@ class _ForkServer:
         adopt_orphans()
 
     def serve_forever(self) -> None:
+        gc.collect()
+        gc.freeze()  # or each session's collections would copy all pages of what was imported
         control = self._control.socket.fileno()
         while True:
             ready, _, _ = select.select([control, self._woken], [], [])

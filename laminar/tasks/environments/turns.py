@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from laminar.events.reasons import EndedBy, FailureReason
 from laminar.storage.branches import Parents
+from laminar.storage.messages import TurnOptions
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.rewards.results import RewardResult
 
@@ -64,6 +65,7 @@ class TurnCall(NamedTuple):
     stored: tuple[Effect, ...] = ()  #: calls of this turn that the store has
     seconds: float = 0.0  #: run time of the calls of earlier turns
     parents: Parents = ()  #: the turn that each turn follows
+    logprobs: bytes = b""  #: those of all sampled tokens, as the store keeps them
 
 
 class NextTurn(NamedTuple):
@@ -72,6 +74,7 @@ class NextTurn(NamedTuple):
     context: tuple[int, ...]  #: token ids that the model reads first; at least one, at most `room`
     effects: tuple[Effect, ...] = ()  #: finished calls of this turn
     parent: int | None = None  #: turn that `context` follows; -1: none; None: this turn
+    options: TurnOptions = TurnOptions()  #: limits of the next turn
 
 
 class TrajectoryDone(NamedTuple):

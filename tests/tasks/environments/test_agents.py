@@ -4,13 +4,16 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import textwrap
 
+import numpy as np
 import pytest
 import uvloop
 
 from laminar.config import ConfigError, resolve_config
 from laminar.events.reasons import EndedBy
+from laminar.storage.messages import TurnOptions
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments import turns
 from laminar.tasks.environments.agents import AGENT, REFUSALS_MAX, Agents
@@ -32,11 +35,14 @@ SOURCE = """
     def notes():
         return open({log!r}).read().split()
 
-    def ask(endpoint, messages, **more):
+    def chosen(endpoint, messages, **more):
         body = json.dumps(dict(model="any", messages=messages, **more)).encode()
         headers = {{"Authorization": "Bearer " + endpoint.api_key, "X-Given": "1"}}
         request = urllib.request.Request(endpoint.base_url + "/chat/completions", body, headers)
-        return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+        return json.load(urllib.request.urlopen(request))["choices"][0]
+
+    def ask(endpoint, messages, **more):
+        return chosen(endpoint, messages, **more)["message"]
 
     def code(endpoint, messages, **more):
         try:
@@ -71,6 +77,7 @@ class Bench:
         self.log.touch()
         source = textwrap.dedent(SOURCE.format(log=str(self.log), tools=TOOLS))
         (path / "own.py").write_text(source + "\n" + textwrap.dedent(body))
+        named = run or f"{path}/own.py:{'solve' if 'def solve' in body else 'loop'}"
         config = resolve_config(
             {
                 "model.name": "models/mine",
@@ -80,7 +87,7 @@ class Bench:
                 "rollout.group_size": 2,
                 "reward.error_score": -1.0,
                 "reward.max_retries": 1,
-                "agents.run": run or f"{path}/own.py:{'solve' if 'def solve' in body else 'loop'}",
+                **({"agents.command": run} if isinstance(run, list) else {"agents.run": named}),
                 "env.tool_timeout_s": LIMIT_S,
                 "env.max_turns": 4,
                 **{key if "." in key else f"env.{key}": value for key, value in settings.items()},
@@ -101,23 +108,26 @@ class Bench:
 
     async def begin(self, **columns):
         self.now, self.parts, self.parents = self.session(**columns), [], [-1]
-        self.prompt_ids = await self.agents.reset(self.now)
+        self.first = await self.agents.reset(self.now)
+        self.prompt_ids = self.first.context
         return self.model.decode(self.prompt_ids)
 
     async def say(self, text, *, reason="stop", room=500, stored=()):
         """Answer the next turn; a text that follows is returned."""
-        self.parts.append((True, tuple(self.model.encode(text + END))))
+        end = END if reason == "stop" and not text.endswith("STOP") else ""
+        self.parts.append((True, tuple(self.model.encode(text + end))))
         return await self.repeat(reason=reason, room=room, stored=stored)
 
     async def repeat(self, *, reason="stop", room=500, stored=()):
         number = sum(sampled for sampled, _ in self.parts) - 1
+        sampled = sum(len(ids) for is_sampled, ids in self.parts if is_sampled)
         call = turns.TurnCall(
             self.now, number, self.prompt_ids, tuple(self.parts), reason, room, stored,
-            parents=tuple(self.parents),
+            parents=tuple(self.parents), logprobs=np.arange(0, -sampled, -1, "<f4").tobytes(),
         )  # fmt: skip
         answer = await self.agents.answer_turn(call, self._intend)
         if isinstance(answer, turns.NextTurn):
-            self.call = call
+            self.call, self.answer = call, answer
             self.parts.append((False, answer.context))
             self.parents.append(answer.parent)
             return self.model.decode(answer.context)
@@ -254,7 +264,7 @@ def test_a_branch_too_many_ends_what_cannot_do_without(tmp_path):
     ("settings", "turn", "reason"),
     [
         ({}, {"room": 3}, EndedBy.CONTEXT_FULL),
-        ({}, {"room": 0, "reason": "length"}, EndedBy.NONE),
+        ({"data.max_response_length": 1}, {"room": 0, "reason": "length"}, EndedBy.NONE),
         ({"max_turns": 1}, {}, EndedBy.MAX_TURNS),
     ],
 )
@@ -282,6 +292,84 @@ def test_a_full_conversation_ends_whether_the_agent_copes_or_not(tmp_path, setti
                 assert done.result is None
 
     in_bench(tmp_path, agent, body, **settings)
+
+
+def test_limits_of_a_turn_go_with_it_to_the_engine(tmp_path):
+    agent = """
+    def solve(task, endpoint):
+        messages, found = [user("a")], []
+        for more in (dict(max_tokens=9, max_completion_tokens=5), dict(stop="STOP"), {}):
+            choice = chosen(endpoint, messages, **more)
+            found += [choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]]
+            messages += [choice["message"], user("b")]
+        return dict(score=1, found=json.dumps(found))
+    """
+
+    async def body(bench):
+        await bench.begin()
+        assert bench.first.options == TurnOptions(max_tokens=5)
+        context = f"{END}\n<s>user\nb{END}\n<s>assistant\n"  # the turn has no end token
+        assert await bench.say("cut o", reason="length") == context
+        assert bench.answer.options == TurnOptions(stop=("STOP",))
+        assert await bench.say("so STOP") == context
+        assert bench.answer.options == TurnOptions()
+        done = await bench.say("end")
+        assert json.loads(done.result.extras["found"]) == [
+            *("cut o", "length", None),
+            *("so ", "stop", "STOP"),
+            *("end", "stop", None),
+        ]
+
+    in_bench(tmp_path, agent, body)
+
+
+def test_log_probs_are_those_of_the_sampled_tokens(tmp_path):
+    agent = """
+    def solve(task, endpoint):
+        first = ask(endpoint, [user("a")])
+        second = chosen(endpoint, [user("a"), first, user("b")], logprobs=True)["logprobs"]
+        note(json.dumps(second["content"]))
+    """
+
+    async def body(bench):
+        await bench.begin()
+        await bench.say("one")
+        await bench.say("two é")
+        found = json.loads(bench.log.read_text())
+        ids, before = bench.parts[-1][1], len(bench.parts[0][1])
+        assert [each["logprob"] for each in found] == [-float(before + i) for i in range(len(ids))]
+        texts = [bench.model.decode([i]) for i in ids]
+        assert [each["token"] for each in found] == texts
+        for text, each in zip(texts, found, strict=True):
+            assert each["bytes"] == (None if "\ufffd" in text else list(text.encode()))
+
+    in_bench(tmp_path, agent, body)
+
+
+@pytest.mark.parametrize("sampling", ["replace", "refuse"])
+def test_the_run_decides_how_the_model_is_sampled(tmp_path, sampling):
+    agent = """
+    def solve(task, endpoint):
+        said = code(endpoint, [user("a")], temperature=1.0, top_p=1)  # as the run
+        found = [code(endpoint, [user("b")], temperature=0, seed=1) for _ in range(2)]
+        note(json.dumps(found))
+    """
+
+    async def body(bench):
+        await bench.begin()
+        await bench.say("x")
+        printed = b"".join(bench.printed).decode()
+        if sampling == "refuse":
+            found = json.loads(bench.log.read_text())
+            assert [error["param"] for error in found] == ["temperature"] * 2
+            assert 'agents.sampling = "replace"' in found[0]["message"] and not printed
+            return
+        await bench.say("y")
+        await bench.say("z")
+        printed = b"".join(bench.printed).decode()
+        assert printed.count("replaces temperature = 0, seed = 1 of the agent's requests") == 1
+
+    in_bench(tmp_path, agent, body, **{"agents.sampling": sampling})
 
 
 def test_an_agent_that_ignores_errors_is_bounded(tmp_path):
@@ -445,6 +533,60 @@ async def test_a_file_that_cannot_be_an_agent_is_refused(tmp_path, source, words
     bench = Bench(tmp_path, f"{source}\n# def solve")
     try:
         with pytest.raises(ConfigError, match=words):
+            await bench.agents.start()
+    finally:
+        await bench.agents.close()
+
+
+PROGRAM = """
+    from types import SimpleNamespace
+
+    task = json.load(open(os.environ["LAMINAR_TASK_FILE"]))
+    key, url = os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"]
+    assert os.environ["ANTHROPIC_API_KEY"] == key
+    assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == url and "127.0.0.1" in os.environ["NO_PROXY"]
+    note(os.getcwd())
+    assert os.environ["TMPDIR"] == os.getcwd()
+    said = ask(SimpleNamespace(base_url=url, api_key=key), [user(task["prompt"] + task["answer"])])
+    print("said", said["content"])
+    ENDS
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "result"),
+    [
+        ("print(json.dumps(dict(score=0.5, said=said['content'])))", ("ok", 0.5)),
+        ("print(1)\nprint()", ("ok", 1.0)),
+        ("print('nothing')", None),
+        ("print('[1]')", None),
+        ("sys.exit(3)", ("error", -1.0)),
+        ("os.kill(os.getpid(), 9)", ("error", -1.0)),
+    ],
+)
+def test_a_command_is_an_agent(tmp_path, ends, result):
+    source = textwrap.dedent(PROGRAM).replace("ENDS", f"import sys\n{ends}")
+
+    async def body(bench):
+        own = bench.log.parent / "own.py"
+        own.write_text(own.read_text() + source)
+        assert await bench.begin() == f"<s>user\nDo it.42{END}\n<s>assistant\n"
+        directory = bench.log.read_text().strip()
+        done = await bench.say("fine")
+        assert (done.result and (done.result.reason, done.result.reward)) == result
+        if result == ("error", -1.0):
+            assert "ended with" in done.result.detail
+        assert "said fine" in b"".join(bench.printed).decode()
+        while os.path.exists(directory):
+            await asyncio.sleep(0.01)
+
+    in_bench(tmp_path, "", body, run=[sys.executable, str(tmp_path / "own.py")])
+
+
+async def test_a_command_that_is_not_there_is_refused(tmp_path):
+    bench = Bench(tmp_path, "", run=["no-such-program", "x"])
+    try:
+        with pytest.raises(ConfigError, match="there is no program 'no-such-program' on the PATH"):
             await bench.agents.start()
     finally:
         await bench.agents.close()

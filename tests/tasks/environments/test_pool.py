@@ -408,7 +408,7 @@ def test_siblings_begin_alike_and_a_reset_that_fails_is_tried_again(tmp_path):
         environments = bench.environments
         a = await environments.reset(bench.session("a", word="Look."))
         b = await environments.reset(bench.session("b", word="Look."))
-        assert a == b and "Do it. Look. " in bench.model.decode(a)
+        assert a == b and "Do it. Look. " in bench.model.decode(a.context)
         assert await environments.reset(bench.session("a", word="Look.")) == a
         assert await environments.reset(bench.session("c", word="fail-once"))
         with pytest.raises(turns.EnvironmentFailed, match="no server"):

@@ -85,12 +85,13 @@ class Sessions:
 
     async def close(self) -> None: ...
 
-    async def reset(self, session: turns.Session) -> tuple[int, ...] | None:
+    async def reset(self, session: turns.Session) -> turns.NextTurn | None:
         await self._pause()
         self._sessions[session.trajectory_id] = (session.attempt, 0)
         row = session.row.index
         prompt_ids = prompt_with(self._model.scenario, session.purpose, row)
-        return None if prompt_ids == make_prompt(session.purpose, row) else prompt_ids
+        changed = prompt_ids != make_prompt(session.purpose, row)
+        return turns.NextTurn(prompt_ids) if changed else None
 
     async def answer_turn(
         self, call: turns.TurnCall, intend: Callable[[tuple[turns.Effect, ...]], Awaitable[None]]
