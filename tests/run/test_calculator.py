@@ -168,7 +168,7 @@ def test_a_host_that_dies_in_a_call_repeats_only_what_may_be(
     words = (f"env.path={tool}", "env.name=Killer")
     source, config = KILLS, CONFIG
     if kind == "agent":
-        words = (f"agents.run={tool}:solve",)
+        words = (f"agents.run={tool}:solve", "reward.trial=false")  # which it would kill
         source, config = AGENT, AGENTS
     tool.write_text(source.replace("{log!r}", repr(str(log))))
     words += (f'env.call_semantics="{call_semantics}"',)

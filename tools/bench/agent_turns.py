@@ -141,7 +141,7 @@ def summarize(seconds: list[float]) -> dict[str, float]:
 async def measure_memory(directory: Path, count: int) -> dict[str, Any]:
     """Open sessions that wait for their first turn, and return their memory."""
     agent, _ = write_agent(directory)
-    settings = [*SETTINGS, f"agents.run={agent}", f"env.max_sessions={count}"]
+    settings = [*SETTINGS, f"agents.run={agent}", f"agents.max_sessions={count}"]
     config = load_config([CONFIG], settings)
     tokenizer = load_tokenizer(config.model.name)
     ends = end_ids(config.model.name, tokenizer)
