@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from laminar.config.families import FAMILIES, merge_text_fields
 from laminar.engines.protocol import EngineError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = sorted(kind for f in FAMILIES if f.torch_engine for kind in f.types)
 DEFAULT_ROPE_THETA = 10_000.0  #: default of transformers
 
 _REQUIRED = (
@@ -150,7 +151,7 @@ class ModelSpec:
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """Read config.json of a model directory; raises EngineError."""
+    """Read config.json of a model directory, or of its language model; raises EngineError."""
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -164,7 +165,7 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
         raise EngineError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise EngineError(f"{path} holds a JSON {type(config).__name__}, not an object")
-    return config
+    return merge_text_fields(config)
 
 
 def _describe_adapter(directory: Path) -> str:

@@ -47,7 +47,7 @@ from laminar.training.model.policy import (
     Compute,
     LoadedPolicy,
     digest_base_weights,
-    get_base_weights,
+    get_base_rows,
     recompute_layers,
 )
 from laminar.training.model.weight_files import VALUE_HEAD
@@ -379,6 +379,6 @@ def _digest_of(reference: LoadedPolicy | BasePolicy) -> str:
 
 
 def _sizes(policy: LoadedPolicy) -> footprint.ModelSizes:
-    tensors = get_base_weights(policy.model).items()
-    shapes = {name: tuple(t.shape) for name, t in tensors if not name.startswith(VALUE_HEAD)}
+    rows = get_base_rows(policy.model).items()
+    shapes = {name: r.shape for name, r in rows if not name.startswith(VALUE_HEAD)}
     return footprint.sizes_of(policy.model.config.to_dict(), shapes)

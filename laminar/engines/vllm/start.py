@@ -23,7 +23,9 @@ from typing import Any
 import torch
 
 from laminar.config import Config, ConfigError
+from laminar.config.families import get_family
 from laminar.engines.environment import VLLM_ENVIRONMENT, get_vllm_environment
+from laminar.engines.hf_config import read_hf_config
 from laminar.engines.protocol import EngineError, TokenDelta
 from laminar.engines.vllm.output import ProcessOutput, print_failures
 from laminar.run.parent_death import die_with_parent
@@ -145,7 +147,8 @@ def _build_arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
         arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_BYTES)
     if problem := find_bad_extra_reason(vllm.extra, arguments):
         raise ConfigError(problem)
-    return arguments | dict(vllm.extra)
+    family = get_family(read_hf_config(config.model.name).get("model_type"))
+    return arguments | dict(family.vllm) | dict(vllm.extra)
 
 
 _CPU_KV_BYTES = 1 << 30

@@ -5,8 +5,8 @@ Writes  the live model of the worker, and its cache
 
 vLLM gets it as worker_extension_cls, so `self` is its worker. The order of a load matters: vLLM's
 layer-wise reload takes tensors of Hugging Face names, shards and fuses them, and repacks them for
-the device. A tied output head is packed too, but vLLM does not repack it on CPU (0.32): without the
-last step the head would still give the logits of the former weights.
+the device. A tied output head and experts are packed too, but vLLM does not repack them on CPU
+(0.32): without the last steps they would still compute with the former weights.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class LaminarWorker:
             loaded = model.load_weights(self._laminar_mapped.iter_tensors(source))
             finalize_layerwise_reload(model, self.model_config)
             _pack_head_again(model)
+            _pack_experts_again(model)
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             names.discard("lm_head.weight")  # another name of the embedding
         missing = names - set(loaded) if loaded is not None else set()
@@ -112,3 +113,12 @@ def _pack_head_again(model: Any) -> None:
     method = getattr(head, "quant_method", None)
     if weight is not None and method is not None and weight.device.type == "cpu":
         method.process_weights_after_loading(head)
+
+
+def _pack_experts_again(model: Any) -> None:
+    """Pack experts on CPU after each load: vLLM (0.32) does so after the first one only."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        weight = getattr(layer, "w13_weight", None)
+        if kernel is not None and weight is not None and weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(layer)
