@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -24,8 +24,6 @@ computes, and heads that predict several tokens."""
 TEXT_PREFIX = "model."
 """Prefix of the names of a language model's layers in transformers."""
 EMBEDDING_NAME = "embed_tokens.weight"
-TEXT_ONLY: Mapping[str, Any] = {"language_model_only": True}
-"""Arguments with which vLLM leaves out all but the language model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class Family:
     prefixes: tuple[str, ...] = ()  #: of the language model in multimodal files; else TEXT_PREFIX
     left_out: tuple[str, ...] = ()  #: patterns of tensors in the files that are not trained
     logit_cap: str = ""  #: field of config.json: logits become cap * tanh(logits / cap)
-    vllm: Mapping[str, Any] = field(default_factory=dict)  #: arguments of its engine
+    vllm_copies: str = ""  #: pattern of tensors that vLLM's class copies without a weight loader
 
 
 FAMILIES = (
@@ -54,7 +52,6 @@ FAMILIES = (
         prefixes=("language_model.model.", "model.language_model."),
         left_out=(r"(^|\.)vision_tower\.", r"(^|\.)multi_modal_projector\."),
         logit_cap="final_logit_softcapping",
-        vllm=TEXT_ONLY,
     ),
     Family(
         name="Gemma 4",
@@ -62,9 +59,8 @@ FAMILIES = (
         prefixes=("model.language_model.",),
         left_out=(r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.",),
         logit_cap="final_logit_softcapping",
-        vllm=TEXT_ONLY,
     ),
-    Family(name="gpt-oss", types=("gpt_oss",)),
+    Family(name="gpt-oss", types=("gpt_oss",), vllm_copies=r"\.experts\.|\.sinks$"),
     Family(name="Qwen3-MoE", types=("qwen3_moe",)),
     Family(name="GLM-4-MoE-lite", types=("glm4_moe_lite",)),
     Family(
@@ -72,7 +68,6 @@ FAMILIES = (
         types=("qwen3_5", "qwen3_5_text"),
         prefixes=("model.language_model.",),
         left_out=(r"^model\.visual\.",),
-        vllm=TEXT_ONLY,
     ),
 )
 _BY_TYPE = {kind: family for family in FAMILIES for kind in family.types}
@@ -99,6 +94,13 @@ def find_text_prefix(family: Family, names: Mapping[str, Any]) -> str:
     """Return the prefix that the files have in place of TEXT_PREFIX."""
     found = (prefix for prefix in family.prefixes if prefix + EMBEDDING_NAME in names)
     return next(found, TEXT_PREFIX)
+
+
+def remove_text_prefix(family: Family, name: str) -> str:
+    """Return the name that a tensor of the files has in a model of the language model alone."""
+    found = (prefix for prefix in family.prefixes if name.startswith(prefix))
+    prefix = next(found, None)
+    return name if prefix is None else TEXT_PREFIX + name.removeprefix(prefix)
 
 
 def select_text_tensors(model_type: object, tensors: Mapping[str, Value]) -> dict[str, Value]:

@@ -213,6 +213,28 @@ def refuse_remote_code(config: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_auxiliary_loss(config: Mapping[str, Any]) -> None:
+    """Raise EngineError for a mixture of experts whose config asks for a loss over its routers."""
+    if config.get("output_router_logits"):
+        raise EngineError(
+            "output_router_logits = true in config.json asks for an auxiliary loss over the "
+            "routers, which would depend on how sequences are packed into passes; set it to "
+            "false, and watch actor/router_load/dead"
+        )
+
+
+def get_positions(config: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence that engine and trainer compute alike; None: unknown.
+
+    With longrope both choose other factors above the original length: transformers by the longest
+    sequence of a pass, vLLM by the longest that may come."""
+    ropes = (config.get("rope_parameters") or {}, config.get("rope_scaling") or {})
+    if any("longrope" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
+        found = (each.get("original_max_position_embeddings") for each in (*ropes, config))
+        return next((length for length in found if length), None)
+    return config.get("max_position_embeddings")
+
+
 def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     """Parse a config; raises EngineError for everything that is not implemented."""
     kind = config.get("model_type")

@@ -444,9 +444,8 @@ class GroupWorker(RankWorker):
 class OnRanks:
     """The parts of a trainer actor on rank 0."""
 
-    def __init__(self, worker: GroupWorker, gang: GroupGang, source: str) -> None:
-        self.learner = RankedLearner(worker, gang)
-        self.files = RankedFiles(worker, gang, source, describe_rows)
+    def __init__(self, learner: Any, files: Any) -> None:
+        self.learner, self.files = learner, files
 
     async def load(self) -> None:
         layout = await self.learner.load()
@@ -479,7 +478,8 @@ def on_ranks(
     with in_double() if double else nothing(), PLANTED[planted]():
         if ranks.rank == 0:
             try:
-                found = OnRanks(worker, gang, config.model.name)
+                files = RankedFiles(worker, gang, config.model.name, describe_rows)
+                found = OnRanks(RankedLearner(worker, gang), files)
                 return asyncio.run(globals()[script](found, *args))
             finally:
                 _broadcast(ranks._group)
@@ -519,6 +519,27 @@ async def score(trainer: OnRanks) -> list[list[float]]:
     """Load, compare what would be published with the files, and score."""
     await compare(trainer)
     return await trainer.learner.compute_logprobs(PROBE)
+
+
+async def train_and_resume(trainer: OnRanks, target: str, samples: list[TrainSample]) -> str:
+    """Load, compare, train three steps, save, restore; return the digest at load."""
+    await compare(trainer)
+    first = await trainer.digest()
+    for step in range(3):
+        result = await trainer.learner.train_step(samples, step)
+        assert not result.updates[0].skipped_reason, result.updates[0].skipped_reason
+    trained = await trainer.digest()
+    assert trained != first, "three steps have changed nothing"
+    await trainer.save(Path(target))
+    await trainer.learner.train_step(samples, 3)
+    await trainer.learner.restore_checkpoint(Path(target))
+    assert await trainer.digest() == trained, "a restored checkpoint has another digest"
+    return first
+
+
+async def step_metrics(trainer: OnRanks, samples: list[TrainSample]) -> dict[str, float]:
+    await trainer.load()
+    return dict((await trainer.learner.train_step(samples, 0)).metrics)
 
 
 async def save_again(trainer: OnRanks, source: str, target: str) -> str:

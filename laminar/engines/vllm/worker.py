@@ -12,11 +12,14 @@ the device. A tied output head and experts are packed too, but vLLM does not rep
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from laminar.config.families import get_family, remove_text_prefix
 from laminar.engines.protocol import EngineError, TensorPlace, WeightSource
 from laminar.engines.vllm.output import print_failures
 from laminar.engines.weight_file import MappedWeights
@@ -87,8 +90,9 @@ class LaminarWorker:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             initialize_layerwise_reload(model)
             names = {name for name, _ in model.named_parameters()}
-            loaded = model.load_weights(self._laminar_mapped.iter_tensors(source))
+            loaded = model.load_weights(self._iter_tensors(source))
             finalize_layerwise_reload(model, self.model_config)
+            self._copy_late(model, source)
             _pack_head_again(model)
             _pack_experts_again(model)
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
@@ -96,6 +100,19 @@ class LaminarWorker:
         missing = names - set(loaded) if loaded is not None else set()
         if missing:
             raise EngineError(f"the version lacks {', '.join(sorted(missing)[:5])}")
+
+    def _iter_tensors(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors; names are those of multimodal files, the model has text alone."""
+        family = get_family(self.model_config.hf_config.model_type)
+        for name, tensor in self._laminar_mapped.iter_tensors(source):
+            yield remove_text_prefix(family, name), tensor
+
+    def _copy_late(self, model: Any, source: WeightSource) -> None:
+        """Load once more what vLLM (0.32) has copied to parameters on the meta device.
+
+        A layer-wise reload keeps only what passes through a parameter's weight loader."""
+        if pattern := get_family(self.model_config.hf_config.model_type).vllm_copies:
+            model.load_weights(t for t in self._iter_tensors(source) if re.search(pattern, t[0]))
 
 
 def _remove_names() -> None:

@@ -41,6 +41,7 @@ from laminar.config import Config, ConfigError
 from laminar.config.families import get_family
 from laminar.training.algorithms.loss_terms import entropy_of, gather_targets, log_softmax_at
 from laminar.training.model import lora
+from laminar.training.model.experts import cast_experts
 from laminar.training.model.file_tensors import find_file_parts, group_tied, iter_file_rows
 from laminar.training.model.footprint import FLOAT32, way_of
 from laminar.training.model.loading import CPU, build_meta_model, fill_model
@@ -320,6 +321,7 @@ def load_policy(
 def _add_adapters(model: PreTrainedModel, config: Config, device: torch.device) -> None:
     if way_of(config, gpu=device.type == "cuda").base < FLOAT32:
         cast_linear(model, torch.bfloat16)
+        cast_experts(model, torch.bfloat16)
     lora.inject_adapters(model, config.lora)
     lora.initialize_adapters(model, config.seed)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,7 @@ from laminar.training import threaded
 from laminar.training.checkpoints.checkpoint import load_checkpoint
 from laminar.training.model.lora_targets import check_lora
 from laminar.training.model.policy import check_files, load_critic, load_policy, named_weights
+from laminar.training.steps import TrainSample
 from laminar.training.threaded import ThreadedLearner
 from tests.training.test_distributed_learner import OneProcess
 from tools.kit import family_models, rank_cases
@@ -36,10 +38,6 @@ KINDS = ("gemma3", "qwen3_moe", "glm4_moe_lite", "qwen3_5")
 VOCAB = rank_cases.VOCAB
 IDS = [[5, 17, 3, 88, 41, 2, 9, 200, 101], [33, 7, 250, 12]]
 CLOSE = 2e-5  #: nats: padded rows of one pass against a sequence in another
-ATTENTION = {
-    "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "glm4_moe_lite": ["q_a_proj", "o_proj"],
-}
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +55,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 def settings_of(kind: str, directory: Path, rank: int = 0) -> dict[str, Any]:
     settings: dict[str, Any] = {"model.name": str(directory), "optim.lr": 1e-2, "lora.rank": rank}
-    if rank and kind in ATTENTION:
-        settings["lora.target_modules"] = ATTENTION[kind]
+    if rank and kind in family_models.ATTENTION:
+        settings["lora.target_modules"] = family_models.ATTENTION[kind]
     return settings
 
 
@@ -226,8 +224,8 @@ def test_files_whose_experts_do_not_fill_the_model_are_refused(
         tensors[expert(4, "up", 1)] = tensors[expert(3, "up", 1)].clone()
         said = r"that the model does not use: model\.layers\.1\.mlp\.experts\.4\.up_proj"
     else:
-        tensors[expert(3, "up", 1)] = torch.ones(32, 32)
-        said = r"experts\.3\.up_proj\.weight' is F32 \(32, 32\), not F32 of shape \(32, 64\)"
+        tensors[expert(3, "up", 1)] = torch.ones(64, 32)
+        said = r"experts\.3\.up_proj\.weight' is F32 \(64, 32\), not F32 of shape \(64, 64\)"
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=said):
         load_policy(str(tmp_path / "model"), "cpu", tokenizer_size=VOCAB)
@@ -254,6 +252,54 @@ async def test_ranks_have_the_tensors_of_one_process(
         copied = load_file(target / "model.safetensors")
         assert copied.keys() == tensors.keys()
         assert all(torch.equal(copied[name], tensors[name]) for name in tensors)
+
+
+async def test_the_load_of_the_experts_is_that_of_the_scored_tokens(
+    directories: Callable[[str], Path], ranks: RankGroup
+) -> None:
+    settings = settings_of("qwen3_moe", directories("qwen3_moe"))
+    settings |= {"trainer.micro_batch_tokens": 40, "algorithm.ppo_mini_batch_size": 1}
+    settings |= {
+        "data.train_batch_size": 3,
+        "trainer.activation_checkpointing": "on",
+        "optim.lr": 0.0,
+    }
+    learner = await load(rank_cases.make_config(settings))
+    samples = rank_cases.make_samples()
+    expected = count_tokens(str(directories("qwen3_moe")), samples)
+    for size in (0, 1, 3):
+        if size:
+            found = ranks.call(size, "on_ranks", "step_metrics", settings, samples)[0]
+        else:
+            found = (await learner.train_step(samples, 0)).metrics
+        assert found["actor/router_load/max"] == pytest.approx(expected[0])
+        assert found["actor/router_load/dead"] == expected[1]
+
+
+def count_tokens(directory: str, samples: list[TrainSample]) -> tuple[float, float]:
+    """The largest load of an expert, and the experts without tokens: one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    counts = torch.zeros(2, 4, dtype=torch.float64)
+    for sample in samples:
+        ids = np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(ids)[None], output_router_logits=True).router_logits
+        for layer, scores in enumerate(logits):
+            chosen = scores[len(sample.prompt_ids) - 1 : -1].topk(2).indices
+            counts[layer] += torch.bincount(chosen.flatten(), minlength=4)
+    return float((counts * 4 / counts.sum(1, keepdim=True)).max()), float((counts == 0).sum())
+
+
+@needs_peft
+async def test_experts_of_a_base_have_its_type(directories: Callable[[str], Path]) -> None:
+    settings = settings_of("qwen3_moe", directories("qwen3_moe"), rank=2)
+    settings |= {"trainer.dtype": "bfloat16", "weights.dtype": "bfloat16"}
+    learner = await load(rank_cases.make_config(settings))
+    types = {n: p.dtype for n, p in learner.model.named_parameters() if ".experts." in n}
+    assert types and set(types.values()) == {torch.bfloat16}
+    assert await learner.check_weights("bfloat16")
+    metrics = (await learner.train_step(rank_cases.make_samples(), 0)).metrics
+    assert 0 < metrics["actor/grad_norm"] < 100
 
 
 def test_critics_have_the_layers_of_each_family(directories: Callable[[str], Path]) -> None:
