@@ -42,7 +42,7 @@ FAMILIES = (
     Family(name="Qwen2", types=("qwen2",), torch_engine=True, shares_prompts=True),
     Family(name="Qwen3", types=("qwen3",), torch_engine=True, shares_prompts=True),
     Family(name="Llama 3", types=("llama",), torch_engine=True, shares_prompts=True),
-    Family(name="Mistral", types=("mistral",)),
+    Family(name="Mistral", types=("mistral",), shares_prompts=True),
     Family(name="OLMo 3", types=("olmo3",)),
     Family(name="SmolLM3", types=("smollm3",)),
     Family(name="Phi-3, Phi-4", types=("phi3",)),
@@ -61,7 +61,7 @@ FAMILIES = (
         logit_cap="final_logit_softcapping",
     ),
     Family(name="gpt-oss", types=("gpt_oss",), vllm_copies=r"\.experts\.|\.sinks$"),
-    Family(name="Qwen3-MoE", types=("qwen3_moe",)),
+    Family(name="Qwen3-MoE", types=("qwen3_moe",), shares_prompts=True),
     Family(name="GLM-4-MoE-lite", types=("glm4_moe_lite",)),
     Family(
         name="Qwen3.5",

@@ -48,8 +48,8 @@ def find_padding_reason(
         return f"the trainer computes on {device.type}"
     if not get_family(config.model_type).shares_prompts:
         return f"the model is of type {config.model_type}, whose attention was not tried so"
-    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
-        return f"its layers have a window of {config.sliding_window} tokens"
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        return f"all layers have a window of {config.sliding_window} tokens"
     if other := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return f"the model has layers of {', '.join(sorted(other))}"
     return _find_gpu_padding_reason(config, dtype) if device.type == "cuda" else None
