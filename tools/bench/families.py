@@ -36,7 +36,8 @@ from tools.kit.rank_group import RankGroup
 from tools.kit.real_run import ROOT, BadRun, Run, check, read_json
 
 PAGE, MARKS = ROOT / "docs" / "models.md", r"(?<=<!-- families -->\n)|(?=<!-- end -->)"
-SERVED = {"": 1e-5, "qwen3_5": 1e-4}  #: nats; more for recurrent layers
+SERVED = {"": 1e-5, "qwen3_5": 0.25}  #: nats
+HALF = {"qwen3_5": ["rollout.dtype=bfloat16"]}  #: vLLM for CPU has no other type for it
 REASON = 160  #: characters
 REWARD = "def score(data_source, solution_str, ground_truth):\n    return len(solution_str) % 7"
 SETTINGS = """
@@ -97,7 +98,11 @@ def _try_run(kind: str, model: Path) -> list[str]:
     """Return the cells of a run with vLLM that is stopped and resumed."""
     (reward := model.parent / "reward.py").write_text(REWARD)
     own = [f"model.name={model}", f"reward.custom_reward_function.path={reward}"]
-    run = Run(model.parent / "run", "configs/recipes/words/run.toml", [*own, *SETTINGS])
+    run = Run(
+        model.parent / "run",
+        "configs/recipes/words/run.toml",
+        [*own, *SETTINGS, *HALF.get(kind, ())],
+    )
     try:
         run.until_step(3)
         run.drain()
@@ -107,7 +112,8 @@ def _try_run(kind: str, model: Path) -> list[str]:
             raise BadRun(run.said())
         check(run.run_dir)
     except BadRun as error:
-        return [f"no: {' '.join(str(error).split())[-REASON:]}", "no", "no"]
+        reason = read_json(run.run_dir / "summary.json").get("failure") or str(error)
+        return [f"no: {' '.join(reason.split())[-REASON:]}", "no", "no"]
     finally:
         run.close()
     records = (record for _, record in read_log(RealDisk(run.run_dir / "events")))

@@ -29,7 +29,7 @@ def write_family_model(kind: str, directory: Path) -> Path:
         for parameter in (each for each in model.parameters() if each.ndim == 1):
             parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(directory)
-    for pattern in ("tokenizer*", "chat_template*"):
-        for file in (ROOT / "configs" / "models" / "spell-0.6m").glob(pattern):
-            shutil.copy(file, directory)
+    tokenizer = ROOT / "configs" / "models" / "spell-0.6m"
+    for file in [*tokenizer.glob("tokenizer*"), *tokenizer.glob("chat_template*")]:
+        shutil.copy(file, directory)
     return directory

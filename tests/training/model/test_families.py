@@ -190,8 +190,8 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     ),
     "transposed square": (
         "qwen3_5",
-        lambda t: t | {k: v.t() for k, v in t.items() if k.endswith("linear_attn.out_proj.weight")},
-        r"linear_attn\.out_proj\.weight has other values",
+        lambda t: t | {k: v.t() for k, v in t.items() if k.endswith("self_attn.o_proj.weight")},
+        r"self_attn\.o_proj\.weight has other values",
     ),
 }  # fmt: skip
 
@@ -245,7 +245,9 @@ async def test_ranks_have_the_tensors_of_one_process(
     load_checkpoint(saved, one.learner)
     assert all(torch.equal(found, tensors[name]) for name, found in one.weights())
     for size in (1, 2, 3):
-        assert ranks.call(size, "on_ranks", "score", settings)[0] == expected
+        assert ranks.call(size, "on_ranks", "compare", settings)[0] == len(tensors)
+        args = (settings, str(tmp_path / "slot"), rank_cases.make_samples())
+        assert ranks.call(size, "on_ranks", "publish", *args)[0][1] == expected
         target = tmp_path / f"of {size}"
         args = (settings, str(saved), str(target))
         assert ranks.call(size, "on_ranks", "save_again", *args)[0] == one.digest()
@@ -255,7 +257,7 @@ async def test_ranks_have_the_tensors_of_one_process(
 
 
 async def test_the_load_of_the_experts_is_that_of_the_scored_tokens(
-    directories: Callable[[str], Path], ranks: RankGroup
+    directories: Callable[[str], Path], ranks: RankGroup, tmp_path: Path
 ) -> None:
     settings = settings_of("qwen3_moe", directories("qwen3_moe"))
     settings |= {"trainer.micro_batch_tokens": 40, "algorithm.ppo_mini_batch_size": 1}
@@ -269,7 +271,8 @@ async def test_the_load_of_the_experts_is_that_of_the_scored_tokens(
     expected = count_tokens(str(directories("qwen3_moe")), samples)
     for size in (0, 1, 3):
         if size:
-            found = ranks.call(size, "on_ranks", "step_metrics", settings, samples)[0]
+            args = (settings, str(tmp_path / "slot"), samples)
+            found = ranks.call(size, "on_ranks", "publish", *args)[0][0].metrics
         else:
             found = (await learner.train_step(samples, 0)).metrics
         assert found["actor/router_load/max"] == pytest.approx(expected[0])
