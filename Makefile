@@ -2,14 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel release docs test smoke test-all test-slurm test-vllm test-agents test-notebook resolve lock lint format setup clean
+.PHONY: help quickstart wheel release docs test smoke test-all test-slurm test-vllm test-families test-agents test-notebook resolve lock lint format setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make smoke        set up, then run a one-minute smoke test"
 	@echo "make test         set up, then run all tests except the long ones (four minutes)"
-	@echo "make test-all     run the other tests, 65 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm notebook\""
+	@echo "make test-all     run the other tests, 65 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm families notebook\""
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make test-agents  set up the libraries of agents in .venv-agents, then try the examples of docs/agents.md"
@@ -69,6 +69,10 @@ test-slurm: setup
 VLLM_TESTS ?= vllm
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m "vllm and ($(VLLM_TESTS))" --override-ini timeout=900 tests/vllm
+
+# Tiny models of all families in whole runs, against the table of docs/models.md.
+test-families: .venv-vllm/.installed
+	.venv-vllm/bin/python -m tools.bench.families
 
 # The environments and agents of docs/agents.md that need other libraries, each in a .venv that has those of
 # its requirements. If these cannot be installed, pip prints the reason, and their tests are skipped.

@@ -24,8 +24,10 @@ from safetensors import SafetensorError, safe_open
 from laminar.config import Config, ConfigError, dump_config
 from laminar.engines.environment import VLLM_ENVIRONMENT
 from laminar.engines.hf_config import (
+    get_positions,
     parse_hf_config,
     read_hf_config,
+    refuse_auxiliary_loss,
     refuse_packed_weights,
     refuse_remote_code,
 )
@@ -52,9 +54,10 @@ def check_engine(config: Config, *, here: bool = True) -> None:
         hf_config = read_hf_config(name)
         refuse_packed_weights(hf_config)
         refuse_remote_code(hf_config)
+        refuse_auxiliary_loss(hf_config)
         if config.rollout.engine == "vllm":
             (check_vllm if here else _check_parallelism)(config)
-            positions = hf_config.get("max_position_embeddings")
+            positions = get_positions(hf_config)
         else:
             positions = parse_hf_config(hf_config).max_positions
         check_embedding(hf_config, weight_shapes(name))

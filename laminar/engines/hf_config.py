@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from laminar.config.families import FAMILIES, merge_text_fields
 from laminar.engines.protocol import EngineError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = sorted(kind for f in FAMILIES if f.torch_engine for kind in f.types)
 DEFAULT_ROPE_THETA = 10_000.0  #: default of transformers
 
 _REQUIRED = (
@@ -150,7 +151,7 @@ class ModelSpec:
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """Read config.json of a model directory; raises EngineError."""
+    """Read config.json of a model directory, or of its language model; raises EngineError."""
     path = Path(directory) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -164,7 +165,7 @@ def read_hf_config(directory: str | Path) -> dict[str, Any]:
         raise EngineError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise EngineError(f"{path} holds a JSON {type(config).__name__}, not an object")
-    return config
+    return merge_text_fields(config)
 
 
 def _describe_adapter(directory: Path) -> str:
@@ -210,6 +211,28 @@ def refuse_remote_code(config: Mapping[str, Any]) -> None:
             f"and transformers {__version__} has none for model_type = {kind!r}; use a release of "
             "transformers that has them, or another model"
         )
+
+
+def refuse_auxiliary_loss(config: Mapping[str, Any]) -> None:
+    """Raise EngineError for a mixture of experts whose config asks for a loss over its routers."""
+    if config.get("output_router_logits"):
+        raise EngineError(
+            "output_router_logits = true in config.json asks for an auxiliary loss over the "
+            "routers, which would depend on how sequences are packed into passes; set it to "
+            "false, and watch actor/router_load/dead"
+        )
+
+
+def get_positions(config: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence that engine and trainer compute alike; None: unknown.
+
+    With longrope both choose other factors above the original length: transformers by the longest
+    sequence of a pass, vLLM by the longest that may come."""
+    ropes = (config.get("rope_parameters") or {}, config.get("rope_scaling") or {})
+    if any("longrope" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
+        found = (each.get("original_max_position_embeddings") for each in (*ropes, config))
+        return next((length for length in found if length), None)
+    return config.get("max_position_embeddings")
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:

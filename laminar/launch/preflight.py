@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laminar.config import Config, ConfigError, replace_keys
+from laminar.config.families import select_text_tensors
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.steps.batching import STRATEGIES
 from laminar.engines.check import (
@@ -342,7 +343,8 @@ def check_model(config: Config, *, here: bool) -> None:
         )
     check_engine(config, here=here)
     if config.lora.rank:
-        check_lora(config.lora, weight_shapes(name))
+        kind = read_hf_config(name).get("model_type")
+        check_lora(config.lora, select_text_tensors(kind, weight_shapes(name)))
 
 
 def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:

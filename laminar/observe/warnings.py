@@ -46,6 +46,7 @@ NONFINITE_ROW = 3  #: updates without a finite gradient, in a row
 MISMATCH_NATS, MISMATCH_GROWTH = 0.2, 5.0  #: mean k3, and its ratio to the median of earlier steps
 FALL_ERRORS = 3.0  #: standard errors of the difference of two evaluations
 
+DEAD_EXPERTS = "actor/router_load/dead"
 MISMATCH, ENTROPY, REWARD = "mismatch_kl/mean", "actor/entropy", "reward/mean"
 Figures = dict[str, float]
 
@@ -111,6 +112,7 @@ class WarningMonitor:
         yield from self._check_truncation()
         yield from self._check_entropy()
         yield from self._check_mismatch_growth()
+        yield from self._check_experts()
 
     def _mean(self, name: str) -> float | None:
         """Return the mean over the last WINDOW steps; None until all of them have a value."""
@@ -206,6 +208,16 @@ class WarningMonitor:
                 f"the KL of engine and trainer (mismatch_kl/mean) averages {now:.3g} nats per "
                 f"token over the last {WINDOW} steps, with a median of {usual:.3g} before: "
                 f"{_describe_parts(numerics, now - numerics)}; the reward often falls next",
+            )
+
+    def _check_experts(self) -> Iterator[tuple[str, str]]:
+        dead = [figures.get(DEAD_EXPERTS, 0.0) for figures in self._recent]
+        if len(dead) == WINDOW and min(dead) > 0:
+            yield (
+                "dead-experts",
+                f"in each of the last {WINDOW} steps at least {min(dead):.0f} experts, summed over "
+                f"the layers, got no token ({DEAD_EXPERTS}) and so learn nothing: try a smaller "
+                "optim.lr, or more responses in a step if the batch is small",
             )
 
 

@@ -39,10 +39,10 @@ from laminar.training.learner import Learner, load_learner, replace_weights, run
 from laminar.training.model import lora
 from laminar.training.model.fsdp import load_sharded, load_sharded_critic
 from laminar.training.model.lora_targets import ADAPTER_FILE
-from laminar.training.model.policy import named_weights, weight_forms
+from laminar.training.model.policy import iter_weight_rows, weight_forms
 from laminar.training.model.weight_files import compare_published
 from laminar.training.ranks import Ranks, join_rank_group
-from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
+from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, iter_rows
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
 from laminar.training.threaded import CopyBuffers, device_of
 from laminar.training.trainer_state import LearnerFacts, ResumeState
@@ -243,12 +243,12 @@ class RankWorker:
         model = self.learner.policy.model
         found = {MODEL_FILE: (weight_forms(model), self._iter_weight_rows())}
         if self.learner.policy.base:
-            adapters = {name: rows_of(tensor) for name, tensor in lora.file_tensors(model)}
+            adapters = dict(iter_rows(lora.file_tensors(model)))
             found[ADAPTER_FILE] = get_layouts(adapters), adapters.items()
         return found
 
     def _iter_weight_rows(self) -> FoundRows:
-        return ((n, rows_of(tensor)) for n, tensor in named_weights(self.learner.policy.model))
+        return iter_weight_rows(self.learner.policy.model)
 
     def _load(self) -> ModelLayout:
         config = self._config
@@ -276,22 +276,21 @@ class RankWorker:
     def _copy(self) -> None:
         learner = self.learner
         model = learner.policy.model
-        found: dict[str, Iterable[tuple[str, Tensor]]] = {
-            MODEL_FILE: named_weights(model),
-            OPTIMIZER_FILE: iter_moments(model, learner.optimizer),
+        found: dict[str, FoundRows] = {
+            MODEL_FILE: iter_weight_rows(model),
+            OPTIMIZER_FILE: iter_rows(iter_moments(model, learner.optimizer)),
         }
         if learner.critic is not None:
             found |= checkpoint.critic_tensors(learner.critic)
         if learner.policy.base:
-            found[ADAPTER_FILE] = lora.file_tensors(model)
+            found[ADAPTER_FILE] = iter_rows(lora.file_tensors(model))
         self._copied = {name: _copy_rows(self._kept[name], each) for name, each in found.items()}
 
 
-def _copy_rows(kept: CopyBuffers, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Rows]:
+def _copy_rows(kept: CopyBuffers, present: FoundRows) -> dict[str, Rows]:
     """Copy this rank's rows; only one of the tensors needs to exist at a time."""
     found = {}
-    for name, tensor in tensors:
-        rows = rows_of(tensor)
+    for name, rows in present:
         found[name] = rows._replace(data=kept.copy([(name, rows.data)])[name])
     return shared_safetensors.sort_rows(found)
 

@@ -30,7 +30,6 @@ from torch import Tensor
 from laminar.config import Config, ConfigError
 from laminar.training import engine_mismatch, metrics
 from laminar.training.algorithms.advantages import Estimator, with_penalties
-from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.critic import Critic
 from laminar.training.metrics import TokenFigures
 from laminar.training.model import footprint
@@ -47,14 +46,14 @@ from laminar.training.model.policy import (
     Compute,
     LoadedPolicy,
     digest_base_weights,
-    get_base_weights,
+    get_base_rows,
     recompute_layers,
 )
 from laminar.training.model.weight_files import VALUE_HEAD
 from laminar.training.objective import (
-    ObjectiveConfig,
     accumulate_gradient,
     compare_scores,
+    make_objective_config,
     score_micro_batch,
 )
 from laminar.training.optimizer import apply_gradient, make_adamw, set_rate
@@ -114,10 +113,9 @@ class Learner:
         self.reference = reference if config.algorithm.use_kl_loss else None
         self.total_steps, self.ranks = total_steps, ranks
         self._estimator = Estimator(config.algorithm)
-        loss, response_max = PolicyLoss(config.algorithm), config.data.max_response_length
         dtype = torch.bfloat16 if way.compute < footprint.FLOAT32 else torch.float32
         self.compute = Compute(dtype, way.chunk_tokens)
-        self._objective = ObjectiveConfig(config.algorithm, loss, response_max, self.compute)
+        self._objective = make_objective_config(config, self.compute, policy.model)
         self._build_passes = make_pass_builder(config, policy, self.compute, ranks)
         rounding = engine_mismatch.get_rounding(config, dtype)
         self._limits = engine_mismatch.MismatchLimits(rounding)
@@ -220,6 +218,7 @@ class Learner:
             metrics.batch_metrics(samples, batch.step)
             | metrics.token_metrics(batch.update_figures or batch.figures)
             | metrics.update_metrics(batch.updates, self.policy.vocab_limit)
+            | self._objective.router_load.report_metrics(self.ranks)
             | batch.critic_metrics
             | {
                 "actor/skipped_rows": float(sum(mini.skipped for mini in batch.mini_batches)),
@@ -379,6 +378,6 @@ def _digest_of(reference: LoadedPolicy | BasePolicy) -> str:
 
 
 def _sizes(policy: LoadedPolicy) -> footprint.ModelSizes:
-    tensors = get_base_weights(policy.model).items()
-    shapes = {name: tuple(t.shape) for name, t in tensors if not name.startswith(VALUE_HEAD)}
+    rows = get_base_rows(policy.model).items()
+    shapes = {name: r.shape for name, r in rows if not name.startswith(VALUE_HEAD)}
     return footprint.sizes_of(policy.model.config.to_dict(), shapes)

@@ -12,12 +12,12 @@ weight: the ratio already contains it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from laminar.config import AlgorithmConfig
+from laminar.config import AlgorithmConfig, Config
 from laminar.training.algorithms.correction import compute_correction
 from laminar.training.algorithms.loss_terms import (
     BatchCounts,
@@ -28,6 +28,7 @@ from laminar.training.algorithms.loss_terms import (
 from laminar.training.algorithms.policy_losses import PolicyLoss
 from laminar.training.engine_mismatch import compute_doubts
 from laminar.training.metrics import TokenFigures
+from laminar.training.model.experts import RouterLoad
 from laminar.training.model.micro_batches import MicroBatch
 from laminar.training.model.policy import BasePolicy, Compute, LoadedPolicy
 from laminar.training.step_batch import MiniBatch
@@ -39,12 +40,19 @@ class ObjectiveConfig:
     policy_loss: PolicyLoss
     max_response_length: int
     compute: Compute
+    router_load: RouterLoad = field(default_factory=RouterLoad)
 
     @property
     def reads_all(self) -> bool:
         """Whether a term other than its advantage may give a sample a gradient."""
         other_terms = self.algorithm.use_kl_loss or self.algorithm.entropy_coeff != 0
         return other_terms or not self.policy_loss.needs_advantage
+
+
+def make_objective_config(config: Config, compute: Compute, model: nn.Module) -> ObjectiveConfig:
+    """Return the settings of a run's loss, for a model whose experts are counted."""
+    loss, response_max = PolicyLoss(config.algorithm), config.data.max_response_length
+    return ObjectiveConfig(config.algorithm, loss, response_max, compute, RouterLoad(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,8 @@ def accumulate_gradient(
     scores, losses = [], torch.zeros(2, dtype=torch.float64)
     for i, micro in enumerate(mini.passes):
         proximal = mini.proximal[i] if mini.proximal else None
-        with torch.set_grad_enabled(i < mini.gradient_passes):
+        counted = config.router_load.count_pass(micro)
+        with counted, torch.set_grad_enabled(i < mini.gradient_passes):
             found = compute_objective(policy, reference, micro, proximal, mini.counts, config)
         if i < mini.gradient_passes:
             torch.autograd.backward(found.loss)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,17 +34,23 @@ class Rows(NamedTuple):
     shape: tuple[int, ...]  #: of the whole tensor
     first: int
     data: Tensor
+    replicated: bool = False  #: whether every rank has these rows
 
 
 def rows_of(tensor: Tensor) -> Rows:
     """Return this rank's rows of a tensor, not copied; of an unsharded one, all."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Rows(shape, 0, tensor.detach())
+        return Rows(shape, 0, tensor.detach(), replicated=True)
     mesh = tensor.device_mesh
     first, _ = get_row_range(shape[0], mesh.get_local_rank(), mesh.size())
     with torch.no_grad():
         return Rows(shape, first, tensor.to_local())
+
+
+def iter_rows(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Rows]]:
+    """Yield this rank's rows of each tensor; only one of the tensors needs to exist at a time."""
+    return ((name, rows_of(tensor)) for name, tensor in tensors)
 
 
 def get_row_range(length: int, rank: int, size: int) -> tuple[int, int]:
@@ -129,7 +135,7 @@ def write_rows(
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         for name, rows in found:
-            if rows.data.numel() and (rows.first or not rank):
+            if rows.data.numel() and not (rank and rows.replicated):
                 row_bytes = rows.data.element_size() * math.prod(rows.shape[1:])
                 _write_at(fd, rows.data, begins[name] + rows.first * row_bytes, digests)
     except OSError as error:

@@ -28,7 +28,7 @@ from laminar.training.learner import Learner, load_learner, replace_weights, run
 from laminar.training.model import lora
 from laminar.training.model.policy import load_critic, load_policy, named_weights, weight_forms
 from laminar.training.model.weight_files import compare_published
-from laminar.training.shared_safetensors import rows_of
+from laminar.training.shared_safetensors import iter_rows
 from laminar.training.steps import ModelLayout, StepResult, TrainSample
 from laminar.training.trainer_state import LearnerFacts, ResumeState
 
@@ -90,8 +90,7 @@ class ThreadedLearner:
 
     async def check_weights(self, dtype: str | None) -> int:
         """Compare what is published with the model's files; raises ConfigError."""
-        name = self._config.model.name
-        rows = ((key, rows_of(tensor)) for key, tensor in self.iter_weights())
+        name, rows = self._config.model.name, iter_rows(self.iter_weights())
         return await asyncio.to_thread(compare_published, name, self.model, rows, dtype)
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
@@ -149,7 +148,10 @@ class ThreadedFiles(ThreadedDirectories):
             self._weights.copy(named_weights(model)),
             self._moments.copy(iter_moments(model, learner.optimizer)),
             self._adapters.copy(lora.file_tensors(model)),
-            {name: self._critic[name].copy(tensors) for name, tensors in critic.items()},
+            {
+                name: self._critic[name].copy((key, rows.data) for key, rows in found)
+                for name, found in critic.items()
+            },
         )
 
     def _write(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from laminar.engines.hf_config import Llama3Rope, parse_hf_config, read_hf_config
+from laminar.engines.hf_config import Llama3Rope, get_positions, parse_hf_config, read_hf_config
 from laminar.engines.protocol import EngineError
 
 QWEN25: dict[str, Any] = {
@@ -137,3 +137,24 @@ def test_config_of_a_directory(tmp_path: Path) -> None:
         read_hf_config(tmp_path)
     path.write_text(json.dumps(QWEN25))
     assert parse_hf_config(read_hf_config(tmp_path)) == parse_hf_config(QWEN25)
+
+
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_longrope_is_used_up_to_its_original_length(where: str) -> None:
+    """Above it transformers and vLLM choose other factors."""
+    phi = {"model_type": "phi3", "max_position_embeddings": 131_072}
+    assert get_positions(phi) == 131_072
+    longer = phi | {"original_max_position_embeddings": 4_096}
+    assert get_positions(longer | {where: {"rope_type": "longrope"}}) == 4_096
+    assert get_positions(longer | {where: {"rope_type": "default"}}) == 131_072
+    inside = {"type": "longrope", "original_max_position_embeddings": 2_048}
+    assert get_positions(phi | {where: inside}) == 2_048
+
+
+def test_a_multimodal_config_gives_the_fields_of_its_language_model(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "tie_word_embeddings": False}
+    whole = {"model_type": "gemma3", "tie_word_embeddings": True, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    found = read_hf_config(tmp_path)
+    assert found["hidden_size"] == 64
+    assert (found["model_type"], found["tie_word_embeddings"]) == ("gemma3", True)

@@ -428,6 +428,7 @@ KIMI = {"model_type": "kimi", "auto_map": {"AutoModelForCausalLM": "modeling_kim
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
+        ({"output_router_logits": True}, "auxiliary loss over the routers.*set it to false"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'.*Mxfp4Config.dequantize"),
         ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*FineGrainedFP8Config"),
         (KIMI, "auto_map in config.json.*model_type = 'kimi'"),

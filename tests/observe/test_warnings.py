@@ -143,6 +143,14 @@ def test_entropy_near_that_of_the_uniform_distribution(state: State) -> None:
     assert Seen(state).steps(30, **{"actor/entropy": 30.0}) == []  # of an older trainer
 
 
+def test_experts_without_tokens_in_every_step(state: State) -> None:
+    seen = Seen(state)
+    assert seen.steps(WINDOW - 1, **{"actor/router_load/dead": 3.0}) == []
+    assert seen.steps(1, **{"actor/router_load/dead": 0.0}) == []
+    assert seen.steps(WINDOW, **{"actor/router_load/dead": 2.0}) == ["dead-experts"]
+    assert "at least 2 experts" in seen.events[0].text
+
+
 def test_gradients_that_are_not_finite_in_a_row(state: State) -> None:
     seen = Seen(state)
     state.signals.nonfinite_in_row = 2

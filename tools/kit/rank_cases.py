@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -28,18 +28,19 @@ from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import TokenSpan
 from laminar.training import distributed_learner
 from laminar.training.algorithms.loss_terms import BatchCounts
+from laminar.training.checkpoints import checkpoint
 from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.critic import Critic
 from laminar.training.distributed_learner import RankedFiles, RankedLearner, RankWorker
 from laminar.training.learner import Learner
 from laminar.training.metrics import TokenFigures
-from laminar.training.model import fsdp, lora
+from laminar.training.model import fsdp, loading, lora
 from laminar.training.model import policy as model_module
 from laminar.training.model.fsdp import ShardedPolicy
 from laminar.training.model.policy import BasePolicy, LoadedPolicy
 from laminar.training.model.shared_prefix_attention import read_prompts_once
 from laminar.training.ranks import SINGLE_RANK, Ranks, assign_sequences, join_rank_group
-from laminar.training.shared_safetensors import TensorLayout, TensorLayouts
+from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
 from laminar.training.steps import StepResult, TrainSample
 from laminar.training.trainer_state import ResumeState, encode
 from laminar.weights.version import manifest as mf
@@ -188,8 +189,13 @@ def double_log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 def in_double() -> Iterator[None]:
     """Compute in float64 where the product uses float32."""
     usual = fsdp.build_meta_model
+
+    def build(*args: Any, **named: Any) -> Any:
+        return usual(*args, **named).double()
+
     with (
-        replaced(fsdp, "build_meta_model", lambda *args, **named: usual(*args, **named).double()),
+        replaced(fsdp, "build_meta_model", build),
+        replaced(model_module, "build_meta_model", build),
         replaced(model_module, "log_softmax_at", double_log_softmax),
         replaced(model_module, "cast_linear", lambda model, dtype: None),
     ):
@@ -312,16 +318,16 @@ def not_resharded() -> Any:
 def tied_by_address() -> Iterator[None]:
     """Identify tensors by their memory, which a sharded tensor does not show."""
 
-    def named(model: Any) -> list[tuple[str, Tensor]]:
+    def named(model: Any) -> list[tuple[str, Rows]]:
         tensors = model.state_dict().items()
-        found = {(t.data_ptr(), t.shape): (name, t) for name, t in reversed(tensors)}
+        found = {(t.data_ptr(), t.shape): (name, rows_of(t)) for name, t in reversed(tensors)}
         return list(found.values())
 
     def forms(model: Any) -> TensorLayouts:
-        return {name: TensorLayout(tuple(t.shape), t.dtype) for name, t in named(model)}
+        return get_layouts(dict(named(model)))
 
     with (
-        replaced(distributed_learner, "named_weights", named),
+        replaced(distributed_learner, "iter_weight_rows", named),
         replaced(distributed_learner, "weight_forms", forms),
     ):
         yield
@@ -334,18 +340,25 @@ def buffers_as_they_are() -> Any:
         for buffer in model.buffers():
             buffer.zero_()
 
-    return replaced(fsdp, "_make_buffers", cleared)
+    return replaced(loading, "_make_buffers", cleared)
 
 
-def rows_elsewhere() -> Any:
+@contextmanager
+def rows_elsewhere() -> Iterator[None]:
     """Give rank 1 the rows of rank 0."""
-    usual = distributed_learner.rows_of
 
-    def rows_of(tensor: Tensor) -> Any:
-        rows = usual(tensor)
-        return rows._replace(first=0 if dist.get_rank() == 1 else rows.first)
+    def misplace(usual: Callable[[Any], Iterator[tuple[str, Rows]]]) -> Any:
+        def found(source: Any) -> Iterator[tuple[str, Rows]]:
+            for name, rows in usual(source):
+                yield name, rows._replace(first=0 if dist.get_rank() == 1 else rows.first)
 
-    return replaced(distributed_learner, "rows_of", rows_of)
+        return found
+
+    with ExitStack() as stack:
+        for module in (distributed_learner, checkpoint):
+            for name in ("iter_rows", "iter_weight_rows"):
+                stack.enter_context(replaced(module, name, misplace(getattr(module, name))))
+        yield
 
 
 @contextmanager
@@ -431,9 +444,8 @@ class GroupWorker(RankWorker):
 class OnRanks:
     """The parts of a trainer actor on rank 0."""
 
-    def __init__(self, worker: GroupWorker, gang: GroupGang, source: str) -> None:
-        self.learner = RankedLearner(worker, gang)
-        self.files = RankedFiles(worker, gang, source, describe_rows)
+    def __init__(self, learner: Any, files: Any) -> None:
+        self.learner, self.files = learner, files
 
     async def load(self) -> None:
         layout = await self.learner.load()
@@ -466,7 +478,8 @@ def on_ranks(
     with in_double() if double else nothing(), PLANTED[planted]():
         if ranks.rank == 0:
             try:
-                found = OnRanks(worker, gang, config.model.name)
+                files = RankedFiles(worker, gang, config.model.name, describe_rows)
+                found = OnRanks(RankedLearner(worker, gang), files)
                 return asyncio.run(globals()[script](found, *args))
             finally:
                 _broadcast(ranks._group)
@@ -500,6 +513,21 @@ async def compare(trainer: OnRanks) -> int:
     """Load, and compare what would be published with the files."""
     await trainer.load()
     return await trainer.learner.check_weights("float32")
+
+
+async def train_and_resume(trainer: OnRanks, target: str, samples: list[TrainSample]) -> str:
+    """Load, compare, train three steps, save, restore; return the digest at load."""
+    await compare(trainer)
+    first = await trainer.digest()
+    for step in range(3):
+        await trainer.learner.train_step(samples, step)
+    trained = await trainer.digest()
+    assert trained != first, "three steps have changed nothing"
+    await trainer.save(Path(target))
+    await trainer.learner.train_step(samples, 3)
+    await trainer.learner.restore_checkpoint(Path(target))
+    assert await trainer.digest() == trained, "a restored checkpoint has another digest"
+    return first
 
 
 async def save_again(trainer: OnRanks, source: str, target: str) -> str:

@@ -36,6 +36,7 @@ import difflib
 from collections.abc import Collection, Mapping
 
 from pydantic import ValidationError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -135,6 +136,7 @@ def _build_arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if vllm.tensor_parallel_size > 1 else IN_CORE,
         "disable_log_stats": True,  # switches off vLLM's loggers; ours is passed explicitly
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "hf_overrides": select_language_model,
     }
     if vllm.max_num_batched_tokens:
         arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
@@ -146,6 +148,15 @@ def _build_arguments(config: Config, dtype: str, seed: int) -> dict[str, Any]:
     if problem := find_bad_extra_reason(vllm.extra, arguments):
         raise ConfigError(problem)
     return arguments | dict(vllm.extra)
+
+
+def select_language_model(config: Any) -> Any:
+    """Return the config of the language model alone, which is what a run trains and publishes."""
+    text = config.get_text_config()
+    if text is not config:
+        text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    return text
 
 
 _CPU_KV_BYTES = 1 << 30

@@ -5,18 +5,21 @@ Writes  the live model of the worker, and its cache
 
 vLLM gets it as worker_extension_cls, so `self` is its worker. The order of a load matters: vLLM's
 layer-wise reload takes tensors of Hugging Face names, shards and fuses them, and repacks them for
-the device. A tied output head is packed too, but vLLM does not repack it on CPU (0.32): without the
-last step the head would still give the logits of the former weights.
+the device. A tied output head and experts are packed too, but vLLM does not repack them on CPU
+(0.32): without the last steps they would still compute with the former weights.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from laminar.config.families import get_family, remove_text_prefix
 from laminar.engines.protocol import EngineError, TensorPlace, WeightSource
 from laminar.engines.vllm.output import print_failures
 from laminar.engines.weight_file import MappedWeights
@@ -87,14 +90,29 @@ class LaminarWorker:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             initialize_layerwise_reload(model)
             names = {name for name, _ in model.named_parameters()}
-            loaded = model.load_weights(self._laminar_mapped.iter_tensors(source))
+            loaded = model.load_weights(self._iter_tensors(source))
             finalize_layerwise_reload(model, self.model_config)
+            self._copy_late(model, source)
             _pack_head_again(model)
+            _pack_experts_again(model)
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             names.discard("lm_head.weight")  # another name of the embedding
         missing = names - set(loaded) if loaded is not None else set()
         if missing:
             raise EngineError(f"the version lacks {', '.join(sorted(missing)[:5])}")
+
+    def _iter_tensors(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors; names are those of multimodal files, the model has text alone."""
+        family = get_family(self.model_config.hf_config.model_type)
+        for name, tensor in self._laminar_mapped.iter_tensors(source):
+            yield remove_text_prefix(family, name), tensor
+
+    def _copy_late(self, model: Any, source: WeightSource) -> None:
+        """Load once more what vLLM (0.32) has copied to parameters on the meta device.
+
+        A layer-wise reload keeps only what passes through a parameter's weight loader."""
+        if pattern := get_family(self.model_config.hf_config.model_type).vllm_copies:
+            model.load_weights(t for t in self._iter_tensors(source) if re.search(pattern, t[0]))
 
 
 def _remove_names() -> None:
@@ -112,3 +130,12 @@ def _pack_head_again(model: Any) -> None:
     method = getattr(head, "quant_method", None)
     if weight is not None and method is not None and weight.device.type == "cpu":
         method.process_weights_after_loading(head)
+
+
+def _pack_experts_again(model: Any) -> None:
+    """Pack experts on CPU after each load: vLLM (0.32) does so after the first one only."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        weight = getattr(layer, "w13_weight", None)
+        if kernel is not None and weight is not None and weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(layer)

@@ -36,10 +36,10 @@ from laminar.training.checkpoints.file_digests import (
 from laminar.training.critic import Critic
 from laminar.training.learner import Learner
 from laminar.training.model import lora
-from laminar.training.model.fsdp import copy_rows
+from laminar.training.model.loading import copy_rows
 from laminar.training.model.lora_targets import ADAPTER_FILE
-from laminar.training.model.policy import get_base_weights, named_weights
-from laminar.training.shared_safetensors import Rows, rows_of, sort_rows
+from laminar.training.model.policy import get_base_rows, iter_weight_rows
+from laminar.training.shared_safetensors import Rows, iter_rows, rows_of, sort_rows
 from laminar.training.trainer_state import CheckpointError, ForeignError, ResumeState
 
 ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
@@ -111,52 +111,51 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> list[shared_safet
     return shared_safetensors.write_rows(path, forms, sort_rows(rows).items())
 
 
-def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Tensor]]]:
-    """Return by file the critic's tensors in a checkpoint, as they are now and not copied."""
+def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Rows]]]:
+    """Return by file the critic's rows in a checkpoint, as they are now and not copied."""
     model = critic.model.model
     return {
-        CRITIC_MODEL_FILE: named_weights(model),
-        CRITIC_OPTIMIZER_FILE: iter_moments(model, critic.optimizer),
+        CRITIC_MODEL_FILE: iter_weight_rows(model),
+        CRITIC_OPTIMIZER_FILE: iter_rows(iter_moments(model, critic.optimizer)),
     }
 
 
 def _load_critic(directory: Path, critic: Critic) -> None:
-    _load_tensors(directory, CRITIC_MODEL_FILE, dict(named_weights(critic.model.model)))
+    _load_tensors(directory, CRITIC_MODEL_FILE, get_base_rows(critic.model.model))
     with safe_open(directory / CRITIC_OPTIMIZER_FILE, framework="pt") as file:
         restore_moments(critic.model.model, critic.optimizer, file)
 
 
 def _load_policy(directory: Path, learner: Learner) -> None:
     model, name = learner.policy.model, MODEL_FILE
-    weights = dict(get_base_weights(model))
+    weights = get_base_rows(model)
     if learner.policy.base:  # base of that digest; its file has the adapters merged
-        name, weights = ADAPTER_FILE, dict(lora.file_tensors(model))
+        name, weights = ADAPTER_FILE, dict(iter_rows(lora.file_tensors(model)))
     _load_tensors(directory, name, weights)
 
 
 @torch.no_grad()
-def _load_tensors(directory: Path, name: str, weights: Mapping[str, Tensor]) -> None:
+def _load_tensors(directory: Path, name: str, weights: Mapping[str, Rows]) -> None:
     with safe_open(directory / name, framework="pt") as file:
         other = sorted(set(file.keys()) ^ weights.keys())
         if other:
             raise ForeignError(f"its {name} belongs to another model: {other[0]!r} differs")
-        for key, tensor in weights.items():
-            _load_rows(name, key, tensor, file)
+        for key, rows in weights.items():
+            _load_rows(name, key, rows, file)
 
 
 def read_back(directory: Path, learner: Learner) -> None:
     """Check that the file has the learner's merged weights, to the last bit; CheckpointError."""
     with safe_open(directory / MODEL_FILE, framework="pt") as file:
-        for name, tensor in named_weights(learner.policy.model):
-            rows = rows_of(tensor)
+        for name, rows in iter_weight_rows(learner.policy.model):
             end = rows.first + len(rows.data)
             if not torch.equal(file.get_slice(name)[rows.first : end], rows.data.cpu()):
                 raise CheckpointError(f"{name!r} in {directory} differs from what was written")
 
 
-def _load_rows(of: str, name: str, tensor: Tensor, file: Any) -> None:
+def _load_rows(of: str, name: str, rows: Rows, file: Any) -> None:
     try:
-        copy_rows(name, tensor, file.get_slice(name))
+        copy_rows(name, rows, file.get_slice(name))
     except ValueError as error:
         raise ForeignError(f"its {of} belongs to another model: {error}") from error
 
@@ -186,7 +185,7 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: An
             state[kind] = file.get_tensor(key).to(parameter.device)
             continue
         state[kind] = torch.empty_like(parameter)
-        _load_rows(OPTIMIZER_FILE, key, state[kind], file)
+        _load_rows(OPTIMIZER_FILE, key, rows_of(state[kind]), file)
     torn = next((name for name, state in found.items() if len(state) != len(ADAM_STATE_KEYS)), "")
     if torn:
         raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")

@@ -10,6 +10,7 @@ published models do ship (a temperature without do_sample), and a run must not f
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +18,14 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from laminar.config.families import TEXT_FIELDS
 from laminar.training import shared_safetensors
 from laminar.training.checkpoints.checkpoint import save_tensors
 from laminar.training.checkpoints.file_digests import MODEL_FILE
 from laminar.training.model import lora
 from laminar.training.model.lora_targets import ADAPTER_FILE
-from laminar.training.model.policy import named_weights, weight_forms
-from laminar.training.shared_safetensors import WrittenFiles, rows_of
+from laminar.training.model.policy import iter_weight_rows, weight_forms
+from laminar.training.shared_safetensors import WrittenFiles
 
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -58,7 +60,7 @@ def write_model(
         return written | {MODEL_FILE: save_tensors(path, tensors)}
     forms = weight_forms(model)
     shared_safetensors.create_file(path, forms)
-    weights = ((name, rows_of(tensor)) for name, tensor in named_weights(model))
+    weights = iter_weight_rows(model)
     return written | {MODEL_FILE: shared_safetensors.write_rows(path, forms, weights)}
 
 
@@ -68,7 +70,11 @@ def write_all_but_weights(
     _copy_tokenizer(Path(tokenizer_source), directory)
     if lora.find_adapted_layers(model):
         lora.write_config(model, tokenizer_source, directory)
-    model.config.save_pretrained(directory)
+    settings = Path(tokenizer_source) / "config.json"
+    if TEXT_FIELDS in json.loads(settings.read_bytes()):  # its files have their names
+        shutil.copyfile(settings, directory / settings.name)
+    else:
+        model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.to_json_file(directory / "generation_config.json")
     for name, content in extra.items():

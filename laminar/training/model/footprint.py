@@ -13,12 +13,14 @@ the workspace of kernels.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from laminar.config import Config
+from laminar.config.families import select_text_tensors
 from laminar.training.model.lora_targets import ALL_LINEAR, LAYER_PATTERN
 from laminar.training.model.lora_targets import sum_matrix_sizes as matrices_of
 
@@ -26,6 +28,7 @@ FLOAT32 = 4  #: bytes of each parameter, gradient and moment
 BYTES = {"float32": 4, "bfloat16": 2}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 NORMS = 2  #: norms of a layer, over the hidden size
+EXPERT_PATTERN = re.compile(r"(?<=\.experts)\.\d+")
 LOGIT_BUFFERS, LOGIT_BUFFERS_WITH_BONUS = 4, 5
 """Live [tokens of a chunk, vocabulary] float32 tensors, at most; an entropy bonus adds one, because
 the entropy is differentiated too."""
@@ -97,20 +100,24 @@ class Footprint:
 def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
     """Return the sizes of a model; `shapes`: of all tensors, by name as in the weight files."""
     tied = bool(hf_config.get("tie_word_embeddings")) or HEAD not in shapes
-    own = {name: shape for name, shape in shapes.items() if not (tied and name == HEAD)}
+    trained = select_text_tensors(hf_config.get("model_type"), shapes)
+    own = {name: shape for name, shape in trained.items() if not (tied and name == HEAD)}
     layers: dict[str, int] = {}
-    matrices = []
+    by_matrix: dict[str, int] = {}
     for name, shape in own.items():
         if found := LAYER_PATTERN.search(name):
             layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
-            matrices += [math.prod(shape)] if len(shape) > 1 else []
+            if len(shape) > 1:  # experts are one matrix in the model
+                stacked = EXPERT_PATTERN.sub("", name)
+                by_matrix[stacked] = by_matrix.get(stacked, 0) + math.prod(shape)
+    matrices = by_matrix.values()
     embedding = next((s for name, s in own.items() if name.endswith(EMBEDDING)), (0, 0))
     heads = hf_config.get("num_attention_heads") or 0
     return ModelSizes(
         parameters=sum(map(math.prod, own.values())),
         layers=len(layers),
         hidden=embedding[1],
-        inner=hf_config.get("intermediate_size") or 0,
+        inner=_get_inner_width(hf_config),
         heads=heads,
         kv_heads=hf_config.get("num_key_value_heads") or heads,
         head_dim=hf_config.get("head_dim") or (embedding[1] // heads if heads else 0),
@@ -124,6 +131,13 @@ def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
         matrices=matrices_of(own),
         shapes=tuple(own.values()),
     )
+
+
+def _get_inner_width(hf_config: Mapping[str, Any]) -> int:
+    """Return the width of the MLP, or the sum over the experts that compute one token."""
+    width = hf_config.get("intermediate_size") or 0
+    chosen = hf_config.get("num_experts_per_tok") or 0
+    return max(width, chosen * (hf_config.get("moe_intermediate_size") or width))
 
 
 def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> TrainingPlan:

@@ -12,15 +12,12 @@ coefficients already refer to the whole mini-batch, and a sum is exact for any n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,37 +27,26 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from laminar.config import Config, ConfigError
+from laminar.config import Config
 from laminar.training.model import lora
+from laminar.training.model.loading import CPU, build_meta_model, fill_model
 from laminar.training.model.micro_batches import TokenRows
 from laminar.training.model.policy import (
     Compute,
     Entropy,
     LoadedPolicy,
     TokenScores,
-    build_meta_model,
+    build_critic_model,
     check_head,
-    check_value_head,
     digest_base_weights,
-    make_load_error,
 )
 from laminar.training.model.shared_prefix_attention import find_padding_reason, read_prompts_once
-from laminar.training.model.weight_files import (
-    HEAD,
-    VALUE_HEAD,
-    by_identity,
-    check_loaded,
-    list_unused,
-    open_slices,
-)
+from laminar.training.model.weight_files import HEAD, VALUE_HEAD
 from laminar.training.ranks import Ranks
-from laminar.training.shared_safetensors import DTYPES, rows_of
-
-CPU = torch.device("cpu")
-Named = TypeVar("Named")
+from laminar.training.shared_safetensors import rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +158,7 @@ def load_sharded_critic(
     """Load what `load_critic` loads, sharded over the ranks; raises ConfigError.
 
     The head is one row, which the first rank has."""
-    model = build_meta_model(name, AutoModelForTokenClassification, num_labels=1)
-    check_value_head(name, model)
+    model = build_critic_model(name)
     heads = (HEAD, VALUE_HEAD)
     critic = _shard_and_fill(name, model, tokenizer_size, ranks, device, offload=offload, but=heads)
     for key, parameter in model.named_parameters():
@@ -194,63 +179,5 @@ def _shard_and_fill(
 ) -> ShardedPolicy:
     """Shard and fill a model on the meta device; `but`: name prefixes of tensors to leave out."""
     policy = shard_model(model, vocab_limit, ranks, device, offload=offload)
-    model.to_empty(device="cpu" if offload else device)
-    _make_buffers(name, model, device)
-    try:
-        _fill_tensors(name, model, but)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise make_load_error(name, error) from error
+    fill_model(name, model, device, offload=offload, but=but)
     return policy
-
-
-def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> None:
-    """Rebuild the buffers that are in no file: after `to_empty` their content is undefined."""
-    saved = model.state_dict().keys()
-    for path, module in list(model.named_modules()):
-        lost = [key for key, _ in module.named_buffers(path, recurse=False) if key not in saved]
-        if not lost:
-            continue
-        try:
-            made = type(module)(model.config)
-        except TypeError as error:
-            raise ConfigError(
-                f"model {name!r} is a {type(model).__name__}, whose {lost[0]} cannot be rebuilt "
-                "in parts; set trainer.ranks to 1 and trainer.offload to none"
-            ) from error
-        for key, buffer in made.named_buffers(recurse=False):
-            module.register_buffer(key, buffer.to(device), persistent=False)
-
-
-@torch.no_grad()
-def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
-    """Fill every tensor from the files, with none left over, except names that start with `but`."""
-    with ExitStack() as files:
-        saved = _exclude_prefixes(open_slices(Path(name), files), but)
-        lacking = []
-        tensors = lora.base_tensors(model.state_dict(keep_vars=True))
-        for names, tensor in by_identity(_exclude_prefixes(tensors, but)).values():
-            found = next((saved[n] for n in names if n in saved), None)
-            for key in names:
-                saved.pop(key, None)  # a tied tensor may be stored under each of its names
-            if found is None:
-                lacking.append(names[0])
-            else:
-                copy_rows(names[0], tensor, found, cast=True)
-    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list_unused(model, saved)})
-
-
-def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(but)}
-
-
-def copy_rows(name: str, tensor: Tensor, saved: Any, *, cast: bool = False) -> None:
-    """Copy this rank's rows of a tensor from a slice of a file, and read no others.
-
-    Raises ValueError for another shape and, unless `cast`, for another element type.
-    """
-    rows, dtype = rows_of(tensor), DTYPES[tensor.dtype]
-    shape, its = tuple(saved.get_shape()), saved.get_dtype()
-    if shape != rows.shape or (its != dtype and not cast):
-        raise ValueError(f"{name!r} is {its} {shape}, not {dtype} {rows.shape}")
-    if rows.data.numel():
-        rows.data.copy_(saved[rows.first : rows.first + len(rows.data)])

@@ -30,7 +30,13 @@ from torch.distributed.tensor import DTensor
 
 from laminar.config import ConfigError
 from laminar.config.training import LoraConfig
-from laminar.training.model.lora_targets import ADAPTER_DIR, choose_modules, module_of
+from laminar.training.model.lora_targets import (
+    ADAPTER_DIR,
+    NEXT_TO_EXPERTS,
+    choose_modules,
+    has_experts,
+    module_of,
+)
 from laminar.training.shared_safetensors import rows_of
 
 ADAPTER_NAME = "default"
@@ -45,11 +51,14 @@ def inject_adapters(model: nn.Module, lora: LoraConfig) -> None:
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    found = {module_of(name) for name, module in model.named_modules() if _is_matrix(module)}
+    modules = dict(model.named_modules())
+    found = {module_of(name) for name, module in modules.items() if _is_matrix(module)}
+    if experts := has_experts(modules):
+        found -= NEXT_TO_EXPERTS
     asked = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=list(choose_modules(lora, found - {""})),
+        target_modules=choose_modules(lora, found - {""}, experts=experts),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -74,7 +83,7 @@ def _is_matrix(module: nn.Module) -> bool:
 def initialize_adapters(model: nn.Module, seed: int) -> None:
     """Initialize new adapters: B as zeros, A as nn.Linear does."""
     for name, parameter in list_adapter_parameters(model):
-        shape, first, own = rows_of(parameter)
+        shape, first, own, _ = rows_of(parameter)
         if ".lora_B." in name:
             own.zero_()
             continue

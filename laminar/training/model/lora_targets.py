@@ -10,7 +10,7 @@ The dry run and other checks use it before anything starts; lora.py then adds th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 
 from laminar.config import ConfigError
@@ -22,6 +22,10 @@ ADAPTER_FILE = f"{ADAPTER_DIR}/adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 LAYER_PATTERN = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 WEIGHT_SUFFIX = ".weight"
+EXPERTS = ".experts"
+NEXT_TO_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
+"""Modules without adapters in a model with experts: given one of these names, peft adapts the
+experts, too, as one tensor, and their merged weights would be published under other names."""
 
 
 def module_of(name: str) -> str:
@@ -30,17 +34,34 @@ def module_of(name: str) -> str:
 
 
 def sum_matrix_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return by matrix name the inputs plus outputs of that matrix, summed over the layers."""
+    """Return by matrix name the inputs plus outputs of that matrix, summed over the layers.
+
+    Matrices that cannot have adapters are left out."""
     found: dict[str, int] = {}
+    excluded = NEXT_TO_EXPERTS if has_experts(shapes) else set()
     for name, shape in shapes.items():
         module = module_of(name.removesuffix(WEIGHT_SUFFIX))
-        if name.endswith(WEIGHT_SUFFIX) and len(shape) == 2 and module:
+        if name.endswith(WEIGHT_SUFFIX) and len(shape) == 2 and module and module not in excluded:
             found[module] = found.get(module, 0) + sum(shape)
     return found
 
 
-def choose_modules(lora: LoraConfig, there: Collection[str]) -> list[str]:
-    """Return the names of the modules that get adapters; `there`: all matrices of the layers."""
+def has_experts(names: Iterable[str]) -> bool:
+    """Return whether these are tensors or modules of a mixture of experts."""
+    return any(f"{name}.".find(f"{EXPERTS}.") >= 0 for name in names)
+
+
+def choose_modules(lora: LoraConfig, there: Collection[str], *, experts: bool) -> list[str]:
+    """Return the names of the modules that get adapters.
+
+    `there`: all matrices of the layers that can have some; `experts`: whether experts are next to
+    them."""
+    if experts and lora.target_modules == [ALL_LINEAR]:
+        names = ", ".join(f'"{name}"' for name in sorted(there))
+        raise ConfigError(
+            f'lora.target_modules = ["{ALL_LINEAR}"]: the experts of this model cannot have '
+            f"adapters; set it to [{names}] or a part of these, or lora.rank to 0"
+        )
     if not there:
         raise ConfigError(
             f"lora.rank = {lora.rank}: this model has no layers with linear matrices "
@@ -72,4 +93,4 @@ def check_lora(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
             f"lora.rank = {lora.rank} needs peft, which is not installed: "
             f"{with_extra('lora')}; or set lora.rank to 0"
         )
-    choose_modules(lora, sum_matrix_sizes(shapes))
+    choose_modules(lora, sum_matrix_sizes(shapes), experts=has_experts(shapes))

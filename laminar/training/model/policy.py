@@ -19,8 +19,8 @@ on that mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -31,30 +31,29 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging
 
 from laminar.config import Config, ConfigError
+from laminar.config.families import get_family
 from laminar.training.algorithms.loss_terms import entropy_of, gather_targets, log_softmax_at
 from laminar.training.model import lora
+from laminar.training.model.experts import cast_experts
+from laminar.training.model.file_tensors import find_file_parts, group_tied, iter_file_rows
 from laminar.training.model.footprint import FLOAT32, way_of
+from laminar.training.model.loading import CPU, build_meta_model, fill_model
 from laminar.training.model.micro_batches import TokenRows, pad_token_rows
 from laminar.training.model.shared_prefix_attention import find_padding_reason, read_prompts_once
 from laminar.training.model.weight_files import (
-    by_identity,
-    check_loaded,
+    HEAD,
+    VALUE_HEAD,
     check_published_names,
     check_unused_tensors,
-    critic_info,
-    list_unused,
 )
-from laminar.training.shared_safetensors import TensorLayout, TensorLayouts
+from laminar.training.shared_safetensors import Rows, TensorLayout, TensorLayouts
 from laminar.training.steps import ModelLayout
 
 Entropy = Literal["none", "value", "gradient"]
@@ -119,6 +118,7 @@ class LoadedPolicy:
             limit=self.vocab_limit,
             dtype=compute.dtype,
             entropy=entropy,
+            cap=get_logit_cap(self.model),
         )
         tensors = (hidden, rows.targets, temperature)
         if len(rows.targets) <= compute.chunk_tokens:
@@ -187,6 +187,7 @@ def _head_scores(
     limit: int,
     dtype: torch.dtype,
     entropy: Entropy,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of one chunk from its hidden states [tokens, width].
 
@@ -195,11 +196,19 @@ def _head_scores(
     """
     with _make_autocast(hidden.device, dtype):
         logits = head(hidden)[:, :limit]
+    if cap:
+        logits = cap * torch.tanh(logits.float() / cap)
     vocabulary = log_softmax_at(logits, temperature)
     log_probs = gather_targets(vocabulary, targets)
     if entropy == "none":
         return log_probs, log_probs.new_empty(0)
     return log_probs, entropy_of(vocabulary if entropy == "gradient" else vocabulary.detach())
+
+
+def get_logit_cap(model: PreTrainedModel) -> float:
+    """Return the limit of the model's logits; 0: there is none."""
+    field = get_family(model.config.model_type).logit_cap
+    return (getattr(model.config, field) if field else 0.0) or 0.0
 
 
 def _make_autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
@@ -242,12 +251,25 @@ def load_critic(name: str, device: torch.device | str, *, tokenizer_size: int) -
     """Load the layers of `name` in float32 with a new value head of zeros; raises ConfigError.
 
     The language model's head is left out."""
-    with _silence_transformers():  # it warns of the new head
-        model, info = _from_pretrained(name, AutoModelForTokenClassification, num_labels=1)
-    check_value_head(name, model)
-    check_loaded(name, critic_info(info))
+    model = build_critic_model(name)
+    fill_model(name, model, CPU, but=(HEAD, VALUE_HEAD))
     model.to(device)  # type: ignore[arg-type]
     return build_critic(model, tokenizer_size, device=model.device)
+
+
+def build_critic_model(name: str) -> PreTrainedModel:
+    """Build the layers of `name` with a value head, without memory; raises ConfigError.
+
+    transformers gives some families such a head for whole sequences only, but computes it for
+    every token alike."""
+    for kind in (AutoModelForTokenClassification, AutoModelForSequenceClassification):
+        with suppress(ConfigError):
+            model = build_meta_model(name, kind, num_labels=1)
+            break
+    else:
+        model = build_meta_model(name)
+    check_value_head(name, model)
+    return model
 
 
 def check_value_head(name: str, model: PreTrainedModel) -> None:
@@ -256,17 +278,6 @@ def check_value_head(name: str, model: PreTrainedModel) -> None:
             f"model {name!r} cannot be a critic: a {type(model).__name__} has no head named "
             "score; use a decoder such as Qwen2, Qwen3 or Llama"
         )
-
-
-@contextmanager
-def _silence_transformers() -> Iterator[None]:
-    """Limit the log of transformers to errors."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 @torch.no_grad()
@@ -288,9 +299,8 @@ def load_policy(
     `adapt`: the run whose adapters the model gets. They are added before the model moves to the
     device, which may lack the memory for float32 weights.
     """
-    model, info = _from_pretrained(name)
-    unused = list_unused(model, map(str, info["unexpected_keys"]))
-    check_loaded(name, {**info, "unexpected_keys": unused})
+    model = build_meta_model(name)
+    fill_model(name, model, CPU)
     limit = min(model.get_output_embeddings().weight.shape[0], tokenizer_size)
     device, base = torch.device(device), ""
     if adapt is not None:
@@ -298,7 +308,6 @@ def load_policy(
         check_head(name, before)
         base = digest_base_weights(before)
         _add_adapters(model, adapt, device)
-    check_published_names(name, model)
     model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of it loses `self`
     once = not find_padding_reason(model, model.device)
     if once:
@@ -312,31 +321,9 @@ def load_policy(
 def _add_adapters(model: PreTrainedModel, config: Config, device: torch.device) -> None:
     if way_of(config, gpu=device.type == "cuda").base < FLOAT32:
         cast_linear(model, torch.bfloat16)
+        cast_experts(model, torch.bfloat16)
     lora.inject_adapters(model, config.lora)
     lora.initialize_adapters(model, config.seed)
-
-
-def _from_pretrained(
-    name: str, kind: Any = AutoModelForCausalLM, **options: Any
-) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Return the model and its loading info: missing and unexpected tensors."""
-    try:
-        loaded: Any = kind.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise make_load_error(name, error) from error
-    model, info = loaded
-    return model, info
-
-
-def make_load_error(name: str, error: Exception) -> ConfigError:
-    """Make the error for a directory from which no model can be loaded."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ConfigError(
-        f"model {name!r} cannot be loaded: {reason}; give the directory of a causal LM with "
-        "safetensors weights"
-    )
 
 
 def check_files(config: Config) -> None:
@@ -351,25 +338,8 @@ def check_files(config: Config) -> None:
     check_published_names(name, model)
     check_unused_tensors(name, model)
     if config.has_critic:
-        kind = AutoModelForTokenClassification
-        critic = build_meta_model(config.critic_name, kind, num_labels=1)
+        critic = build_critic_model(config.critic_name)
         check_unused_tensors(config.critic_name, critic)
-
-
-def build_meta_model(
-    name: str, kind: Any = AutoModelForCausalLM, **options: Any
-) -> PreTrainedModel:
-    """Build a model without memory for its tensors; raises ConfigError."""
-    try:
-        config = AutoConfig.from_pretrained(name, **options)
-        with torch.device("meta"):
-            model = kind.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise make_load_error(name, error) from error
-    with suppress(OSError):  # optional in a model directory
-        model.generation_config = GenerationConfig.from_pretrained(name)
-    found: PreTrainedModel = model.eval()
-    return found
 
 
 @torch.no_grad()
@@ -390,34 +360,47 @@ def check_head(name: str, policy: LoadedPolicy) -> None:
         )
 
 
-def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the checkpoint under its Hugging Face name, without gradients.
+def iter_weight_rows(model: PreTrainedModel) -> Iterator[tuple[str, Rows]]:
+    """Yield this rank's rows of every tensor under its name in the files, without gradients.
 
     Tied tensors come once, under the first name: a model with a tied head has no lm_head.weight.
-    Without adapters the tensors are the model's own; with adapters each is merged in float32 when
-    it is requested, which is a collective call if the model is sharded.
+    Without adapters the rows are the model's own; with adapters each tensor is merged in float32
+    when it is requested, which is a collective call if the model is sharded.
     """
-    layers = lora.find_adapted_layers(model)
+    layers, parts = lora.find_adapted_layers(model), find_file_parts(model)
     for name, tensor in get_base_weights(model).items():
         layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if layer is not None:
-            yield name, lora.merge_adapter(layer)
-        else:
-            yield name, tensor.to(lora.trained_type(tensor.dtype)) if layers else tensor
+            tensor = lora.merge_adapter(layer)
+        elif layers:
+            tensor = tensor.to(lora.trained_type(tensor.dtype))
+        yield from iter_file_rows(parts[name], tensor)
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `iter_weight_rows` yields, for a model of one process: whole tensors."""
+    return ((name, rows.data) for name, rows in iter_weight_rows(model))
 
 
 def get_base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of the checkpoint as loaded, without merging or other computation."""
-    tensors = lora.base_tensors(model.state_dict(keep_vars=True))
-    return {names[0]: tensor.detach() for names, tensor in by_identity(tensors).values()}
+    """Return the tensors of the model as loaded, without merging or other computation."""
+    return {names[0]: tensor.detach() for names, tensor in group_tied(model)}
+
+
+def get_base_rows(model: PreTrainedModel) -> dict[str, Rows]:
+    """Return this rank's rows of the same tensors, by name in the files."""
+    parts, tensors = find_file_parts(model), get_base_weights(model).items()
+    return {key: r for name, t in tensors for key, r in iter_file_rows(parts[name], t)}
 
 
 def weight_forms(model: PreTrainedModel) -> TensorLayouts:
-    """Return the shapes and types of what `named_weights` yields."""
+    """Return the shapes and types of what `iter_weight_rows` yields."""
     adapted = bool(lora.find_adapted_layers(model))
     return {
-        name: TensorLayout(tuple(t.shape), lora.trained_type(t.dtype) if adapted else t.dtype)
-        for name, t in get_base_weights(model).items()
+        name: TensorLayout(
+            rows.shape, lora.trained_type(rows.data.dtype) if adapted else rows.data.dtype
+        )
+        for name, rows in get_base_rows(model).items()
     }
 
 

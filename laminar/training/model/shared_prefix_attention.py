@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from laminar.config.families import get_family
 from laminar.training.model import shared_prefix_attention_cpu, shared_prefix_attention_cuda
 from laminar.training.model.micro_batches import SharedPrompt
 
@@ -32,7 +33,6 @@ TokenIndices = slice | Tensor
 """Positions of tokens in a row."""
 
 ATTENTION_NAME = "laminar_prompts_once"
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
 GPU_HEAD_SIZES = range(8, 257, 8)  #: head sizes that the flash kernel takes unpadded
 
 
@@ -46,8 +46,10 @@ def find_padding_reason(
     config = model.config
     if device.type not in ("cpu", "cuda"):
         return f"the trainer computes on {device.type}"
-    if config.model_type not in MODEL_TYPES:
-        return f"the model is of type {config.model_type}, not {', '.join(MODEL_TYPES)}"
+    if not get_family(config.model_type).shares_prompts:
+        return f"the model is of type {config.model_type}, whose attention was not tried so"
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        return f"all layers have a window of {config.sliding_window} tokens"
     if other := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return f"the model has layers of {', '.join(sorted(other))}"
     return _find_gpu_padding_reason(config, dtype) if device.type == "cuda" else None

@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from laminar.config import ConfigError
-from laminar.training.model import lora
+from laminar.config.families import select_text_tensors
+from laminar.training.model.file_tensors import FilePart, find_file_parts, group_tied
 from laminar.training.shared_safetensors import DTYPES, Rows
 
 HEAD, VALUE_HEAD = "lm_head.", "score."
 """Name prefixes of the heads of a policy and of a critic in transformers."""
-UNUSED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"(^|\.)mtp\.")
-"""Tensors in files that are neither trained nor published: some that transformers computes, and
-heads that predict several tokens."""
+SUPPORTED = "use a model of a family in docs/models.md, or correct its files"
 COMPARED_ROWS = 64
 
 
@@ -58,24 +56,30 @@ def critic_info(info: Mapping[str, Any]) -> dict[str, Any]:
 def check_published_names(name: str, model: PreTrainedModel) -> None:
     """Require every tensor that will be published in the model's files, by name and shape.
 
-    transformers renames and fuses some tensors as it loads them. Engines and other programs expect
-    the names of the files, and may ignore others.
+    Engines and other programs expect the names of the files, and may ignore others.
     """
     with ExitStack() as files:
         slices = open_slices(Path(name), files).items()
         saved = {key: tuple(found.get_shape()) for key, found in slices}
     other = [
-        f"{names[0]} {tuple(tensor.shape)}"
-        for names, tensor in group_tied(model)
-        if not any(saved.get(key) == tensor.shape for key in names)
+        f"{part.name} {part.shape}"
+        for part, names, _ in _list_published(model)
+        if not any(saved.get(key) == part.shape for key in names)
     ]
     if other:
         raise ConfigError(
             f"model {name!r} is a {type(model).__name__}, and its files lack tensors of these "
             f"names and shapes: {', '.join(other[:3])} ({len(other)} in all); engines could not "
-            "load what is trained; use a model whose tensors transformers leaves as they are, "
-            "such as Qwen2, Qwen3 or Llama"
+            f"load what is trained; {SUPPORTED}"
         )
+
+
+def _list_published(model: PreTrainedModel) -> Iterator[tuple[FilePart, list[str], torch.dtype]]:
+    """Yield what is published, the names that it may have in the files, and its type here."""
+    parts = find_file_parts(model)
+    for names, tensor in group_tied(model):
+        for number, part in enumerate(parts[names[0]]):
+            yield part, [parts[each][number].name for each in names], tensor.dtype
 
 
 @torch.no_grad()
@@ -88,7 +92,7 @@ def compare_published(
     compared; None: names and shapes are. All rows are taken before an error is raised: to merge
     adapters may be a collective call.
     """
-    tied = {names[0]: (names, tensor.dtype) for names, tensor in group_tied(model)}
+    tied = {part.name: (names, held) for part, names, held in _list_published(model)}
     differences = list[str]()
     with ExitStack() as files:
         saved = open_slices(Path(name), files)
@@ -105,8 +109,7 @@ def compare_published(
         raise ConfigError(
             f"model {name!r} is a {kind}, and what it publishes differs from its "
             f"files: {', '.join(differences[:3])} ({len(differences)} in all); engines and "
-            "exports would not get what is trained; use a model whose tensors transformers leaves "
-            "as they are, such as Qwen2, Qwen3 or Llama"
+            f"exports would not get what is trained; {SUPPORTED}"
         )
     return len(tied)
 
@@ -137,7 +140,7 @@ def check_unused_tensors(name: str, model: PreTrainedModel) -> None:
     """Refuse tensors that transformers would not use, and a second head of a tied model."""
     with ExitStack() as files:
         saved = open_slices(Path(name), files)
-        for names, _ in group_tied(model):
+        for _, names, _ in _list_published(model):
             tied = [(key, saved.pop(key)) for key in names if key in saved]
             if len(tied) > 1 and not _have_equal_rows(tied[0][1], tied[1][1]):
                 raise ConfigError(
@@ -149,10 +152,11 @@ def check_unused_tensors(name: str, model: PreTrainedModel) -> None:
     check_loaded(name, info if model.can_generate() else critic_info(info))
 
 
-def list_unused(model: PreTrainedModel, saved: Iterable[str]) -> list[str]:
+def list_unused(model: PreTrainedModel, saved: Mapping[str, Any]) -> list[str]:
     """Return those names that the model neither uses nor is known to ignore."""
-    ignored = [*UNUSED, *(model._keys_to_ignore_on_load_unexpected or ())]
-    return [key for key in saved if not any(re.search(pattern, key) for pattern in ignored)]
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    known = select_text_tensors(model.config.model_type, saved)
+    return [key for key in known if not any(re.search(pattern, key) for pattern in ignored)]
 
 
 def _have_equal_rows(one: Any, other: Any) -> bool:
@@ -161,11 +165,6 @@ def _have_equal_rows(one: Any, other: Any) -> bool:
         return False
     parts = (slice(COMPARED_ROWS), slice(max(0, one.get_shape()[0] - COMPARED_ROWS), None))
     return all(torch.equal(one[part], other[part]) for part in parts)
-
-
-def group_tied(model: PreTrainedModel) -> Iterable[tuple[list[str], Tensor]]:
-    """Return the model's tensors without adapters, each with all of its names."""
-    return by_identity(lora.base_tensors(model.state_dict(keep_vars=True))).values()
 
 
 def open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
@@ -178,12 +177,4 @@ def open_slices(directory: Path, files: ExitStack) -> dict[str, Any]:
     for name in names:
         file = files.enter_context(safe_open(directory / name, framework="pt"))
         found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-    return found
-
-
-def by_identity(tensors: Mapping[str, Tensor]) -> dict[int, tuple[list[str], Tensor]]:
-    """Group names by tensor; by id, because a sharded tensor has no address to compare."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in tensors.items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return found

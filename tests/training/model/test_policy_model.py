@@ -10,18 +10,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from laminar.config import ConfigError
 from laminar.training.learner import Learner
 from laminar.training.model.micro_batches import pad_token_rows
-from laminar.training.model.policy import (
-    Compute,
-    cast_linear,
-    check_files,
-    load_policy,
-    named_weights,
-)
+from laminar.training.model.policy import Compute, cast_linear, load_policy, named_weights
 
 Make = Callable[..., Any]
 EMBEDDING = "model.embed_tokens.weight"
@@ -81,52 +74,6 @@ def test_pickled_weights_are_refused(model_directory: Make) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="safetensors"):
         load_policy(str(directory), "cpu", tokenizer_size=28)
-
-
-TEXT = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
-EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-VISION = {"hidden_size": 16, "intermediate_size": 16}
-RENAMED: dict[str, dict[str, Any]] = {
-    "qwen3_moe": TEXT | EXPERTS | {"num_experts": 4},
-    "glm4_moe_lite": TEXT
-    | EXPERTS
-    | {"n_routed_experts": 4, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
-    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    "gemma3": {
-        "text_config": TEXT,
-        "vision_config": VISION | {"num_hidden_layers": 1, "num_attention_heads": 2},
-    },
-    "qwen3_5": {
-        "text_config": TEXT | {"layer_types": ["full_attention"] * 2},
-        "vision_config": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32},
-    },
-}
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("kind", RENAMED)
-def test_a_model_whose_names_change_in_training_is_refused(
-    kind: str, rank: int, tmp_path: Path, make_config: Make
-) -> None:
-    """By the dry run from headers, and again when the trainer loads it."""
-    auto: Any = (
-        AutoModelForImageTextToText if "vision_config" in RENAMED[kind] else AutoModelForCausalLM
-    )
-    auto.from_config(AutoConfig.for_model(kind, **RENAMED[kind])).save_pretrained(tmp_path)
-    config = make_config({"model.name": str(tmp_path), "lora.rank": rank})
-    said = r"its files lack tensors of these names and shapes: model\.\S+ \(\d+, \d"
-    with pytest.raises(ConfigError, match=said):
-        check_files(config)
-    with pytest.raises(ConfigError, match=said):
-        load_policy(str(tmp_path), "cpu", tokenizer_size=48, adapt=config if rank else None)
 
 
 @pytest.mark.parametrize("head", [True, False])

@@ -15,9 +15,11 @@ from transformers import (
     AutoModelForCausalLM,
     GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from laminar.config import Config
@@ -53,12 +55,18 @@ KINDS = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
     "llama": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
 }
 
 
 def policy_of(kind: str, seed: int = 0) -> LoadedPolicy:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(KINDS[kind]).double().eval()
+    eager = "eager"  # the default for experts lacks float64
+    model = AutoModelForCausalLM.from_config(KINDS[kind], experts_implementation=eager)
+    model = model.double().eval()
     read_prompts_once(model)
     return LoadedPolicy(model, VOCAB, prompts_once=True)
 
@@ -263,13 +271,16 @@ def test_a_pass_is_one_row_with_positions_that_restart(make_samples: Make) -> No
         (KINDS["qwen2"], ""),
         (KINDS["qwen3"], ""),
         (KINDS["llama"], ""),
-        (GraniteConfig(**SIZES), "of type granite, not llama, qwen2, qwen3"),
+        (KINDS["mistral"], ""),
+        (KINDS["qwen3_moe"], ""),
+        (MistralConfig(**SIZES, sliding_window=8), "all layers have a window of 8 tokens"),
+        (GraniteConfig(**SIZES), "of type granite, whose attention"),
         (
             Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1),
             "layers of sliding_attention",
         ),
     ],
-    ids=["qwen2", "qwen3", "llama", "granite", "sliding"],
+    ids=["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "windows", "granite", "sliding"],
 )
 def test_how_a_model_reads_is_chosen_when_it_is_loaded(
     config: PreTrainedConfig, why: str, tmp_path: Path
