@@ -25,7 +25,15 @@ from tools.simulator.context import Process
 from tools.simulator.disk import CRASH_MODES, CrashMode, SimDisk
 from tools.simulator.faults.cuts import CUTS
 from tools.simulator.faults.effects import EVERYBODY, LOST, Effects
-from tools.simulator.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
+from tools.simulator.faults.random_faults import (
+    EXITS,
+    HOSTS,
+    RECURRING,
+    RUN,
+    SILENCES,
+    STORE,
+    TRAINER,
+)
 from tools.simulator.faults.targeted import SILENCE, WAYS, TargetedFault, lose
 from tools.simulator.faults.targeted_faults import TARGETED
 from tools.simulator.network import Weather
@@ -79,7 +87,7 @@ only if its node restarts it."""
 AGAIN_S = 0.05
 EARLY, EARLY_S = 0.3, 0.3
 """Part of such losses that come before all processes have joined; the time by which they come."""
-LATER = SILENCES | EXITS | STORE | TRAINER | RUN | CUTS
+LATER = SILENCES | EXITS | STORE | TRAINER | RUN | CUTS | HOSTS
 
 
 class Faults(Effects):

@@ -2,7 +2,7 @@
 
 Reads   the world: which processes live; per kind a stream that draws the target and the severity
 Writes  the world, through Effects: processes die, pause and slow down, links are cut and clogged
-Gives   RECURRING, SILENCES, EXITS, TRAINER, STORE and RUN, kind -> strike
+Gives   RECURRING, SILENCES, EXITS, TRAINER, STORE, HOSTS and RUN, kind -> strike
 
 Faults plans when each one strikes. A process that a run needs in order to continue is only
 disturbed for less than its lease, except for a relay, which its node restarts, and for a node,
@@ -272,11 +272,6 @@ RECURRING: dict[str, Strike] = {
     "replica-replaced": _one("rollout", _replaced),
     "replica-paused": _one("rollout", _paused),
     "replica-slow": _one("rollout", _slow),
-    "host-dies": _one("agent", _dies),
-    "host-leaves": _one("agent", _leaves),
-    "host-replaced": _one("agent", _replaced),
-    "host-paused": _one("agent", _paused),
-    "host-slow": _one("agent", _slow),
     "rack-lost": _rack_lost,
     "relay-dies": _one("relay", _dies),
     "relay-replaced": _one("relay", _replaced),
@@ -384,6 +379,13 @@ def _run_pauses(faults: Effects, chance: random.Random) -> None:
         faults.world.coordinator.report(pause)
 
 
+HOSTS: dict[str, Strike] = {
+    "host-dies": _one("agent", _dies),
+    "host-leaves": _one("agent", _leaves),
+    "host-replaced": _one("agent", _replaced),
+    "host-paused": _one("agent", _paused),
+    "host-slow": _one("agent", _slow),
+}
 RUN: dict[str, Strike] = {"run-dies": _run_dies, "run-pauses": _run_pauses}
 EXITS: dict[str, Strike] = {
     "disk-full-long": _disk_full_long,
