@@ -23,7 +23,15 @@ from tools.simulator.faults.faults import (
     WEATHER,
     WEDGES,
 )
-from tools.simulator.faults.random_faults import EXITS, RECURRING, RUN, SILENCES, STORE, TRAINER
+from tools.simulator.faults.random_faults import (
+    EXITS,
+    HOSTS,
+    RECURRING,
+    RUN,
+    SILENCES,
+    STORE,
+    TRAINER,
+)
 from tools.simulator.faults.targeted_faults import TARGETED
 from tools.simulator.run import Outcome, make_world, run_seed
 from tools.simulator.scheduler import SECOND
@@ -171,7 +179,7 @@ def test_a_load_in_flight_is_struck_and_nothing_breaks(kind: str) -> None:
 
 def test_menu_is_complete() -> None:
     drawn = {*RECURRING, *SILENCES, *EXITS, *STORE, *TRAINER, *RATES, *OWN_RATES, *WEDGES}
-    drawn |= {*WEATHER, *ONCE, *RUN, *CUTS}
+    drawn |= {*WEATHER, *ONCE, *RUN, *CUTS, *HOSTS}
     assert set(KINDS) == {*drawn, *TARGETED}
 
 
