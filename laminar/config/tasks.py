@@ -116,7 +116,8 @@ class AgentsConfig(Section, frozen=True, kw_only=True):
         Natural, doc("nodes with a host, from the first one; 0: those with replicas")
     ] = 0
     max_sessions: Annotated[
-        Natural, doc("sessions of a host; 0: in all 4 x (max_num_seqs + group_size) per replica")
+        Natural,
+        doc("sessions of a host; 0: 2 x (max_num_seqs + group_size) per replica, in flight 4 x"),
     ] = 0
     run: Annotated[
         str,

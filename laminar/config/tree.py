@@ -419,12 +419,16 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def max_sessions(self) -> Annotated[int, Decides(absent=0)]:
-        """The sessions of one host: in all thrice as many that work as replicas generate."""
+        """The sessions of one host: more than replicas generate, as many wait for tools.
+
+        A draining replica waits for all of its sessions, so it has fewer.
+        """
         if not self.has_sessions:
             return 0
         hosts = sum(map(self.has_host, range(self.run.nodes)))
-        most = 4 * (self.rollout.max_num_seqs + self.rollout.group_size) * self.total_replicas
-        return self.agents.max_sessions or -(-most // max(hosts, 1))
+        share = 4 if self.rollout.in_flight else 2
+        most = (self.rollout.max_num_seqs + self.rollout.group_size) * self.total_replicas
+        return self.agents.max_sessions or -(-share * most // max(hosts, 1))
 
     @property
     def runs_agents_once(self) -> Annotated[bool, Decides(absent=False)]:

@@ -7,8 +7,9 @@ relative to the same run without latency, and the reasons why engine slots were 
 The actors, the coordinator and the store are the real ones, in the virtual time of the simulator;
 engines are clocks. Two replicas run 32 sequences each at up to 40 tokens per second. A response has
 one to four turns of 200 tokens in the median. Tool latency is log-normal with a median of 0.5 s and
-below four times its p99. Hosts have the default number of sessions: four times as many as engines
-have slots for, and a group each. After 200 s tokens are counted for --window seconds.
+below four times its p99. Hosts have the default number of sessions: twice as many as engines have
+slots for, and a group each, or four times in flight. After 200 s tokens are counted for --window
+seconds.
 
 "idle": the share of engine slots in which nothing was sampled; then the shares of the reasons:
 sessions (all sessions have a trajectory that waits for a tool), staleness (the bound allows no new
