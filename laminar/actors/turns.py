@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, pairwise
-from operator import add
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +21,7 @@ from laminar.config import Config
 from laminar.events import commands as cmd
 from laminar.names import ids
 from laminar.storage import messages as m
-from laminar.storage.branches import count_read_again, find_path
+from laminar.storage.branches import find_path
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.environments.turns import (
     Effect,
@@ -31,6 +30,7 @@ from laminar.tasks.environments.turns import (
     SessionLost,
     TrajectoryDone,
     TurnCall,
+    count_context_room,
 )
 
 Ids = tuple[int, ...]
@@ -97,7 +97,7 @@ class Turns:
         self.host, self.store, self.sessions = host, store, sessions
         self.config: Config = host.config
 
-    async def open_session(self, command: cmd.OpeningCommand, opened: m.OpenResult) -> bool:
+    async def open_session(self, command: cmd.StartSession, opened: m.OpenResult) -> bool:
         """Open a session and store its prompt; return False if another placement has it.
 
         SessionLost.
@@ -135,6 +135,7 @@ class Turns:
         effects = tuple(
             Effect(e.call, e.tool, e.arguments, e.status, e.result, e.seconds) for e in row.effects
         )
+        contexts = [len(ids) // 4 for ids in (row.prompt_ids, *row.contexts)]
         call = TurnCall(
             session=self._make_session(row),
             turn=len(row.contexts),
@@ -143,7 +144,7 @@ class Turns:
             parents=row.parents,
             logprobs=row.logprobs,
             finish_reason=row.finish_reason or "",
-            room=self._count_context_room(row),
+            room=count_context_room(self.config, contexts, row.segment_lengths, row.parents),
             stored=effects,
             seconds=row.call_seconds,
         )
@@ -185,20 +186,6 @@ class Turns:
     def _make_session(self, row: m.StoredTrajectory) -> Session:
         seed = ids.hash64(self.config.seed, "environment", row.group_id)
         return Session(row.trajectory_id, row.attempt, seed, prompt_row(row), row.purpose)
-
-    def _count_context_room(self, row: m.StoredTrajectory) -> int:
-        """Return how many context tokens still fit.
-
-        A prompt over the limit counts, and so does what branches read again: the rows of a
-        trajectory are in one pass of the trainer.
-        """
-        prompt, *contexts = (len(ids) // 4 for ids in (row.prompt_ids, *row.contexts))
-        lengths = map(add, (prompt, *contexts), row.segment_lengths)
-        used = sum(contexts) + max(prompt - self.config.data.max_prompt_length, 0)
-        used += count_read_again(row.parents, [*lengths])
-        if len(row.tokens) // 4 >= self.config.data.max_response_length:
-            return 0  # there is no room for another turn
-        return max(self.config.env.max_context_tokens - used, 0)
 
 
 def split_turns(row: m.StoredTrajectory) -> tuple[tuple[bool, Ids], ...]:

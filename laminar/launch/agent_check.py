@@ -35,6 +35,7 @@ from laminar.tasks.environments.turns import (
     SessionLost,
     TrajectoryDone,
     TurnCall,
+    count_context_room,
 )
 
 if TYPE_CHECKING:
@@ -132,14 +133,16 @@ class _Trial(NamedTuple):
                 ((False, one.context), (True, one.sampled)) for one in turns
             )
             logprobs = [*chain.from_iterable(turn.logprobs for turn in turns)]
+            parents = tuple(turn.parent for turn in turns)
+            lengths = [len(one.context) for one in turns], [len(one.sampled) for one in turns]
             call = TurnCall(
                 session,
                 len(turns) - 1,
                 turns[0].context,
                 tuple(parts)[1:],
                 reason,
-                self._count_room(turns),
-                parents=tuple(turn.parent for turn in turns),
+                count_context_room(self.config, *lengths, parents),
+                parents=parents,
                 logprobs=np.array(logprobs, "<f4").tobytes(),
             )
             answer = await self.agents.answer_turn(call, _intend)
@@ -160,15 +163,6 @@ class _Trial(NamedTuple):
         ids, logprobs = ids[:end], logprobs[:end]
         turns[-1] = turns[-1]._replace(sampled=tuple(ids), logprobs=tuple(logprobs))
         return STOP if end is not None or ids[-1] in self.ends else LENGTH
-
-    def _count_room(self, turns: Sequence[TrialTurn]) -> int:
-        """Return how many context tokens still fit."""
-        data, prompt = self.config.data, len(turns[0].context)
-        if sum(len(turn.sampled) for turn in turns) >= data.max_response_length:
-            return 0
-        used = sum(len(turn.context) for turn in turns[1:])
-        used += max(prompt - data.max_prompt_length, 0)
-        return max(self.config.env.max_context_tokens - used, 0)
 
 
 async def _intend(effects: tuple[Effect, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Requests and answers between a replica and the environment that answers the model's turns.
+"""Requests and answers between a host and the session that answers the model's turns.
 
 Gives   Session, Effect, TurnCall; the answers NextTurn and TrajectoryDone; SessionLost,
-        EnvironmentFailed
+        EnvironmentFailed; count_context_room
 
 When a turn ends, the environment either ends the trajectory, which is then scored, or continues it
 with context: the token ids that the model reads before its next turn. The types are used within a
@@ -10,10 +10,13 @@ process: actors/scoring.py sends requests, and tasks/environments/pool.py answer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import add
 from typing import NamedTuple
 
+from laminar.config import Config
 from laminar.events.reasons import EndedBy, FailureReason
-from laminar.storage.branches import Parents
+from laminar.storage.branches import Parents, count_read_again
 from laminar.storage.messages import TurnOptions
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.rewards.results import RewardResult
@@ -85,3 +88,18 @@ class TrajectoryDone(NamedTuple):
     #: reason if the environment ended it, so that it counts as cut off; NONE: the model ended it
     reason: EndedBy = EndedBy.NONE
     effects: tuple[Effect, ...] = ()
+
+
+def count_context_room(
+    config: Config, contexts: Sequence[int], sampled: Sequence[int], parents: Parents
+) -> int:
+    """Return how many context tokens still fit; `contexts` and `sampled`: tokens by turn.
+
+    The first context is the prompt, of which the tokens over its limit count. So does what branches
+    read again: the rows of a trajectory are in one pass of the trainer.
+    """
+    if sum(sampled) >= config.data.max_response_length:
+        return 0  # there is no room for another turn
+    used = sum(contexts[1:]) + max(contexts[0] - config.data.max_prompt_length, 0)
+    used += count_read_again(parents, [*map(add, contexts, sampled)])
+    return max(config.env.max_context_tokens - used, 0)
