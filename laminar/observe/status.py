@@ -135,7 +135,7 @@ class StatusWriter:
         """
         doing: dict[Kind | None, str] = {}
         shown = {}
-        index = indexes_of(state).replicas
+        index, full = indexes_of(state).replicas, _describe_full(state)
         group_size = state.settings.group_size  # capacity includes a group that waits
         for name, replica in state.members.replicas.items():
             kind = index.get_kind(name)
@@ -148,23 +148,29 @@ class StatusWriter:
                 "version": replica.version,
                 "running": len(replica.running) - waiting,
                 "waiting": waiting,
-                "doing": _describe_activity(state, replica, doing[kind]),
+                "doing": _describe_activity(state, replica, doing[kind], full),
                 "engine": self._gauges.get_gauges(name),
             }
         return shown
 
 
-def _describe_activity(state: State, replica: Replica, doing: str) -> str:
+def _describe_activity(state: State, replica: Replica, doing: str, full: str) -> str:
     """Return the activity of one replica, given that of its kind.
 
-    A replica may stream; where trajectories have sessions, their limit is named if it binds.
+    A replica may stream; `full`: what it does instead of admitting.
     """
     if is_streaming(state, replica.name):
         return "streaming"
-    if doing != "admitting" or not state.settings.has_environment:
-        return doing
+    return full if full and doing == "admitting" else doing
+
+
+def _describe_full(state: State) -> str:
+    """Return the limit of sessions if it binds, which is the same for all replicas."""
+    replica = next(iter(state.members.replicas.values()), None)
+    if replica is None or not state.settings.has_environment:
+        return ""
     full = find_full_resource(state, replica)
-    return f"{full}-full" if full else doing
+    return f"{full}-full" if full else ""
 
 
 def _describe_trainer(state: State) -> str:

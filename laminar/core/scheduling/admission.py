@@ -100,9 +100,15 @@ def has_room_for_group(state: State, replica: Replica) -> bool:
 
     With sessions a group takes no slots before it requests turns."""
     size, most = state.settings.group_size, get_replica_share(state)
+    within = not most or state.settings.has_environment or replica.load + size <= most
+    return within and has_room(state, replica, size)
+
+
+def has_room(state: State, replica: Replica, count: int) -> bool:
+    """Return whether `count` more trajectories can begin: in sessions, or in a replica's slots."""
     if state.settings.has_environment:
-        return sessions.has_room(state, size)
-    return (not most or replica.load + size <= most) and count_free_slots(replica) >= size
+        return sessions.has_room(state, count)
+    return count_free_slots(replica) >= count
 
 
 def find_not_admitted_reason(state: State, replica: Replica) -> NotAdmittedReason | None:
@@ -133,7 +139,6 @@ def is_admitting(state: State, replica: Replica) -> bool:
 
 def find_full_resource(state: State, replica: Replica) -> Literal["slots", "sessions"] | None:
     """Return what an admitting replica lacks for another group; None: nothing."""
-    size = state.settings.group_size
-    if state.settings.has_environment:
-        return None if sessions.has_room(state, size) else "sessions"
-    return "slots" if count_free_slots(replica) < size else None
+    if has_room(state, replica, state.settings.group_size):
+        return None
+    return "sessions" if state.settings.has_environment else "slots"

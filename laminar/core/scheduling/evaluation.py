@@ -15,8 +15,8 @@ from collections.abc import Collection
 from itertools import chain
 
 from laminar.core.context import Context
-from laminar.core.scheduling import groups, sessions
-from laminar.core.scheduling.admission import count_free_slots, is_serving
+from laminar.core.scheduling import groups
+from laminar.core.scheduling.admission import has_room, is_serving
 from laminar.core.scheduling.dispatch import create_group
 from laminar.core.state import evaluation_scores
 from laminar.core.state.evaluation_scores import EvaluationResult
@@ -56,7 +56,7 @@ def _start_if_due(ctx: Context, replica: Replica) -> None:
     due = state.evaluations.due
     if state.evaluations.running is not None or due < 0 or replica.version < due:
         return
-    if state.settings.in_flight and not _has_room(state, replica):
+    if state.settings.in_flight and not has_room(state, replica, 1):
         return  # without an evaluation sample the replica would load newer weights
     total = state.data.num_eval * state.settings.eval_answers
     state.evaluations.running = Evaluation(
@@ -212,7 +212,9 @@ def plan_evaluation(ctx: Context, replica: Replica) -> None:
     evaluation = state.evaluations.running
     if evaluation is None:
         return
-    while evaluation.queue and replica.version == evaluation.version and _has_room(state, replica):
+    while (
+        evaluation.queue and replica.version == evaluation.version and has_room(state, replica, 1)
+    ):
         position = evaluation.queue.pop(0)
         attempt = evaluation.attempts.get(position, 0) + 1
         evaluation.attempts[position] = attempt
@@ -221,12 +223,6 @@ def plan_evaluation(ctx: Context, replica: Replica) -> None:
             group_id = ids.GroupId(f"{group_id}-{attempt}")
         row, sample = divmod(position, state.settings.eval_answers)
         create_group(ctx, replica, group_id, row, Purpose.EVAL, -1, 1, attempt, sample)
-
-
-def _has_room(state: State, replica: Replica) -> bool:
-    if state.settings.has_environment:
-        return sessions.has_room(state, 1)
-    return count_free_slots(replica) > 0
 
 
 def group_evaluated(ctx: Context, group: Group, event: ev.TrajectoryRewarded) -> None:
