@@ -10,7 +10,6 @@ second. A rank has some of these rows, and so a few experts whole and none of th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,9 +21,9 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from laminar.config.families import TEXT_PREFIX, find_text_prefix, get_family
 from laminar.training.model import lora
+from laminar.training.model.lora_targets import EXPERT_NUMBER
 from laminar.training.shared_safetensors import Rows, rows_of
 
-EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _PREFIX, _PARTS = "_laminar_file_prefix", "_laminar_file_parts"
 """Attributes of a model: what was found when it was built, before it was sharded or adapted."""
 
@@ -78,7 +77,7 @@ def _find_parts(saved: Mapping[str, tuple[int, ...]]) -> tuple[FilePart, ...]:
         return tuple(FilePart(name, shape) for name, shape in saved.items())
     parts, rows = [], dict[str, int]()
     for name, shape in saved.items():
-        (number,) = EXPERT.findall(name)
+        (number,) = EXPERT_NUMBER.findall(name)
         parts.append(FilePart(name, shape, int(number), rows.get(number, 0)))
         rows[number] = rows.get(number, 0) + shape[0]
     return tuple(parts)

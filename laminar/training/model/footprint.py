@@ -13,7 +13,6 @@ the workspace of kernels.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,14 +20,13 @@ from typing import Any, Literal
 
 from laminar.config import Config
 from laminar.config.families import select_text_tensors
-from laminar.training.model.lora_targets import ALL_LINEAR, LAYER_PATTERN
+from laminar.training.model.lora_targets import ALL_LINEAR, EXPERT_NUMBER, LAYER_PATTERN
 from laminar.training.model.lora_targets import sum_matrix_sizes as matrices_of
 
 FLOAT32 = 4  #: bytes of each parameter, gradient and moment
 BYTES = {"float32": 4, "bfloat16": 2}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 NORMS = 2  #: norms of a layer, over the hidden size
-EXPERT_PATTERN = re.compile(r"(?<=\.experts)\.\d+")
 LOGIT_BUFFERS, LOGIT_BUFFERS_WITH_BONUS = 4, 5
 """Live [tokens of a chunk, vocabulary] float32 tensors, at most; an entropy bonus adds one, because
 the entropy is differentiated too."""
@@ -108,7 +106,7 @@ def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
         if found := LAYER_PATTERN.search(name):
             layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
             if len(shape) > 1:  # experts are one matrix in the model
-                stacked = EXPERT_PATTERN.sub("", name)
+                stacked = EXPERT_NUMBER.sub("", name)
                 by_matrix[stacked] = by_matrix.get(stacked, 0) + math.prod(shape)
     matrices = by_matrix.values()
     embedding = next((s for name, s in own.items() if name.endswith(EMBEDDING)), (0, 0))

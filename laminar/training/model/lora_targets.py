@@ -23,6 +23,7 @@ ALL_LINEAR = "all-linear"
 LAYER_PATTERN = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 WEIGHT_SUFFIX = ".weight"
 EXPERTS = ".experts"
+EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  #: in names of files
 NEXT_TO_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
 """Modules without adapters in a model with experts: given one of these names, peft adapts the
 experts, too, as one tensor, and their merged weights would be published under other names."""
