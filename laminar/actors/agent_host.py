@@ -87,7 +87,7 @@ class AgentHost:
             self.turns.sessions.end_session(item.trajectory_id)
 
     def _handle_opened(
-        self, order: cmd.Envelope, command: cmd.OpeningCommand, result: m.OpenResult
+        self, order: cmd.Envelope, command: cmd.StartSession, result: m.OpenResult
     ) -> None:
         if result.answer == "open":
             self.host.spawn(self._start_session(order, command, result))
@@ -101,7 +101,7 @@ class AgentHost:
                 )
 
     async def _start_session(
-        self, order: cmd.Envelope, command: cmd.OpeningCommand, opened: m.OpenResult
+        self, order: cmd.Envelope, command: cmd.StartSession, opened: m.OpenResult
     ) -> None:
         """Start a session and report its first request, unless it was taken back meanwhile."""
         assert self.turns is not None
@@ -118,10 +118,10 @@ class AgentHost:
                 self.scorer.report_requested(order, _place(command), len(opened.contexts))
 
     def _fail(
-        self, order: cmd.Envelope, command: cmd.OpeningCommand, reason: FailureReason, detail: str
+        self, order: cmd.Envelope, command: cmd.StartSession, reason: FailureReason, detail: str
     ) -> None:
         self.scorer.report_failed(order, _place(command), reason, detail)
 
 
-def _place(command: cmd.OpeningCommand) -> cmd.PlacedTrajectory:
+def _place(command: cmd.StartSession) -> cmd.PlacedTrajectory:
     return cmd.PlacedTrajectory(trajectory_id=command.trajectory_id, placement=command.placement)

@@ -1,4 +1,4 @@
-"""Agents of a replica: programs whose requests to a chat API are the turns of its trajectories.
+"""Agents of a host: programs whose requests to a chat API are the turns of its trajectories.
 
 Reads   the turn's ids; requests (endpoint.py) of the user's agent, in a process for each
         trajectory (agent_process.py)
@@ -131,7 +131,7 @@ _WHY_CLOSED = {
 
 
 class Agents(Sessions):
-    """The agents of a replica."""
+    """The agents of a host."""
 
     what, reset_failed = "the agent", "the agent made no request"
 

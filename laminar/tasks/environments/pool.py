@@ -301,7 +301,7 @@ class _TimeLimitReached(Exception):
 
 
 class Environments(Sessions):
-    """The environments of a replica."""
+    """The environments of a host."""
 
     what, reset_failed = "the environment", "reset failed"
 

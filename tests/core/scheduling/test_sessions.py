@@ -17,6 +17,17 @@ def begun(**changes: object) -> Bench:
     return start_bench(given | changes)
 
 
+def with_newer_weights() -> Bench:
+    """In flight, rollout-0 has version 1, and the other replica version 0."""
+    bench = begun(in_flight=True, groups_per_version=0, max_staleness=2, max_sessions=9)
+    for name in ("0.0.0", "0.0.1"):
+        bench.request_turn(name)
+    bench.complete("0.0")
+    bench.train()
+    bench.load("rollout-0")
+    return bench
+
+
 def placed(commands: list[Command]) -> list[tuple[str, str, int]]:
     found = only(cmd.GenerateTrajectory, commands)
     return [(c.trajectory_id, c.to, c.placement) for c in found]
@@ -47,12 +58,7 @@ def test_a_turn_goes_to_the_replica_that_sampled_the_last_one() -> None:
 
 
 def test_a_first_turn_takes_newer_weights_than_those_that_admitted_it() -> None:
-    bench = begun(in_flight=True, groups_per_version=0, max_staleness=2, max_sessions=9)
-    for name in ("0.0.0", "0.0.1"):
-        bench.request_turn(name)
-    bench.complete("0.0")
-    bench.train()
-    bench.load("rollout-0")
+    bench = with_newer_weights()
     bench.kill("rollout-1.0")
     assert bench.trajectory("0.1.0").is_unsampled and bench.trajectory("0.1.0").version == 0
     (order,) = only(cmd.GenerateTrajectory, bench.request_turn("0.1.0"))
@@ -162,12 +168,7 @@ def test_requests_of_others_are_refused() -> None:
 
 def test_a_first_turn_never_takes_older_weights() -> None:
     """The replica that admitted it is lost, and the other one has older weights."""
-    bench = begun(in_flight=True, groups_per_version=0, max_staleness=2, max_sessions=9)
-    for name in ("0.0.0", "0.0.1"):
-        bench.request_turn(name)
-    bench.complete("0.0")
-    bench.train()
-    bench.load("rollout-0")
+    bench = with_newer_weights()
     newest = [t.id for t in bench.state.work.trajectories.values() if t.version == 1]
     assert newest and all(bench.trajectory(name).is_unsampled for name in newest)
     bench.kill("rollout-0")
