@@ -169,8 +169,16 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ranks: Annotated[
         Count,
         Meta(le=64),
-        doc("processes that the model is divided among, each with a GPU if available"),
+        doc("processes of each trainer node that train the model, each with a GPU if available"),
     ] = 1
+    nodes: Annotated[Count, Meta(le=64), doc("machines with trainer.ranks ranks each")] = 1
+    shard: Annotated[
+        Literal["auto", "node", "all"],
+        doc(
+            "ranks that the model is divided among: node: those of a node, and each node has all "
+            "of it; all: those of all nodes; auto: node if its memory suffices"
+        ),
+    ] = "auto"
     offload: Annotated[
         Literal["none", "all"],
         doc("all: parameters, gradients and optimizer are in host memory, and a layer on the GPU"),
@@ -178,6 +186,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     collective_timeout_s: Annotated[
         Seconds, doc("the trainer ends if a rank does not reach a collective within this time")
     ] = 600.0
+
+    @property
+    def total_ranks(self) -> int:
+        return self.nodes * self.ranks
 
 
 class StoreConfig(Section, frozen=True, kw_only=True):
@@ -391,12 +403,11 @@ class Config(Section, frozen=True, kw_only=True):
 
     def processes_on(self, machine: int) -> list[tuple[str, int]]:
         """Return the roles of one machine's node with their numbers of processes."""
+        has = {Place.FIRST: machine == 0, Place.CHOSEN: self.has_host(machine)}
         return [
             (role, self.replicas_on(machine) if ROLE_TABLE[role].place == Place.SEVERAL else 1)
             for role in NODE_ROLES
-            if {Place.FIRST: machine == 0, Place.CHOSEN: self.has_host(machine)}.get(
-                ROLE_TABLE[role].place, True
-            )
+            if has.get(ROLE_TABLE[role].place, ROLE_TABLE[role].place != Place.TRAINER_NODES)
         ]
 
     def has_host(self, machine: int) -> bool:

@@ -24,7 +24,7 @@ TrajectoryId = NewType("TrajectoryId", str)
 ActorName = NewType("ActorName", str)  #: "rollout-0", "relay-0", "trainer-0", "store-0", "node-0"
 BootId = NewType("BootId", str)  #: random name of one process start, before it has an incarnation
 
-_NODE_NAME = re.compile(r"node-(0|[1-9][0-9]{0,5})")
+_NODE_NAME = re.compile(r"(?:trainer-)?node-(0|[1-9][0-9]{0,5})")
 
 
 class Purpose(StrEnum):
@@ -52,9 +52,20 @@ def make_trajectory_id(group: GroupId, sibling: int) -> TrajectoryId:
 def node_index(node: str) -> int:
     """Return the number of a machine, "node-3" -> 3; raise ValueError for any other name."""
     match = _NODE_NAME.fullmatch(node)
-    if match is None:
-        raise ValueError(f"{node!r} is not a node name: use node-0, node-1, ...")
+    if match is None or node == trainer_node(0):
+        raise ValueError(
+            f"{node!r} is not a node name: use node-0, node-1, ..., or {trainer_node(1)}, ..."
+        )
     return int(match[1])
+
+
+def trainer_node(number: int) -> str:
+    """Return the name of a machine with ranks of the trainer alone, numbered from 1."""
+    return f"trainer-node-{number}"
+
+
+def is_trainer_node(node: str) -> bool:
+    return node.startswith("trainer-")
 
 
 def actor_name(role: str, node: str, index: int) -> ActorName:

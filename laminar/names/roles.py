@@ -27,6 +27,7 @@ class Role(StrEnum):
     RELAY = "relay"
     ROLLOUT = "rollout"
     AGENT = "agent"
+    RANKS = "ranks"
 
 
 class Place(Enum):
@@ -37,6 +38,7 @@ class Place(Enum):
     EACH = auto()
     SEVERAL = auto()  #: each has as many as replicas
     CHOSEN = auto()  #: those of agents.hosts, if trajectories have sessions
+    TRAINER_NODES = auto()  #: those of trainer.nodes, without the first
 
 
 class Restart(StrEnum):
@@ -121,6 +123,7 @@ ROLE_TABLE: dict[str, RoleRecord] = {
         carries_out=("start-session", "score-trajectories", "abort-trajectories"),
         place=Place.CHOSEN, loss=Loss.ENDS_WITH_LAST, is_back_ready=True,
     ),
+    Role.RANKS: RoleRecord(place=Place.TRAINER_NODES, loss=Loss.CONTINUES, long_lease=True),
 }  # fmt: skip
 
 ACTOR_ROLES = tuple(role for role in Role if ROLE_TABLE[role].place != Place.NONE)

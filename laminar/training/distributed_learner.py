@@ -41,7 +41,7 @@ from laminar.training.model.fsdp import load_sharded, load_sharded_critic
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import iter_weight_rows, weight_forms
 from laminar.training.model.weight_files import compare_published
-from laminar.training.ranks import Ranks, join_rank_group
+from laminar.training.ranks import RankLayout, Ranks, Rendezvous, join_rank_group
 from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, iter_rows
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
 from laminar.training.threaded import CopyBuffers, device_of
@@ -181,20 +181,20 @@ class RankWorker:
         self,
         config: Config,
         rank: int,
-        meeting: Path,
+        meeting: Callable[[], Rendezvous],
         tokenizer_size: Callable[[], int],
         put: PutRows,
         reached: Callable[[str], None] = Learner.reached,
     ) -> None:
         """Set up without loading.
 
-        `meeting`: the rendezvous file of all ranks. `tokenizer_size`: one more than the largest id,
-        read from the model's directory. `reached`: failpoints (run/fail_points.py)."""
+        `meeting`: opens the rendezvous of all ranks. `tokenizer_size`: one more than the largest
+        id, read from the model's directory. `reached`: failpoints (run/fail_points.py)."""
         self._config, self._rank, self._meeting = config, rank, meeting
         self._tokenizer_size, self._put, self._reached = tokenizer_size, put, reached
         self._device = device_of(config.trainer.device)
-        if self._device.type == "cuda":  # the first GPUs of this process are those of the ranks
-            self._device = torch.device("cuda", rank)
+        if self._device.type == "cuda":  # the first GPUs of this process are of its node's ranks
+            self._device = torch.device("cuda", rank % config.trainer.ranks)
         self._kept: dict[str, CopyBuffers] = defaultdict(CopyBuffers)
         self._copied: dict[str, dict[str, Rows]] = {}  #: by destination file
 
@@ -268,10 +268,9 @@ class RankWorker:
         return policy.describe_layout(weight_forms(policy.model), self.learner.compute)
 
     def _join_rank_group(self) -> Ranks:
-        trainer = self._config.trainer
-        return join_rank_group(
-            self._meeting, self._rank, trainer.ranks, self._device, trainer.collective_timeout_s
-        )
+        layout = RankLayout.from_config(self._config)
+        timeout_s = self._config.trainer.collective_timeout_s
+        return join_rank_group(self._meeting(), self._rank, layout, self._device, timeout_s)
 
     def _copy(self) -> None:
         learner = self.learner

@@ -114,7 +114,7 @@ class RankProcesses:
         `program`: the module of a rank and its words; its number and the numbers of the inherited
         descriptors follow. `lock`: a file of the run. `lost` is called
         once with the reason why the ranks are gone, `say` with the reason of a wait."""
-        self.size = config.trainer.ranks
+        self.size = config.trainer.total_ranks
         self._start_s = config.coordinator.start_timeout_s
         self._lease_s = config.coordinator.node_lease_ms / 1000
         self._program, self._lock_path = program, lock

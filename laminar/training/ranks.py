@@ -15,23 +15,62 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from laminar.config import Config
+
+LOOPBACK = "lo"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class RankLayout(NamedTuple):
+    """Arrangement of the ranks; those of a node are neighbors, the first node has rank 0."""
+
+    nodes: int
+    ranks: int  #: of each node
+    shard: (
+        str  #: "node": each node has the whole model (HSDP); "all": the model is divided among all
+    )
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks
+
+    @staticmethod
+    def from_config(config: Config) -> RankLayout:
+        trainer = config.trainer
+        shard = "all" if trainer.shard == "all" else "node"
+        return RankLayout(trainer.nodes, trainer.ranks, shard)
+
+
+class Rendezvous(NamedTuple):
+    """Meeting point of the ranks of a group."""
+
+    store: Any  #: a new dist.Store, which torch does not type
+    interface: str = LOOPBACK  #: network of the ranks, unless the user's variables name another
+
 
 class Ranks:
     """The group as seen by one of its ranks."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        group: dist.ProcessGroup | None = None,
+        layout: RankLayout | None = None,
     ) -> None:
-        """Set the rank up; `group`: of all `size` ranks, optional for one rank without offload."""
+        """Set the rank up; `group`: of all `size` ranks, optional for one rank without offload.
+
+        `layout`: of the same size; without it, all ranks are on one node."""
         self.rank, self.size = rank, size
         self._group = group
+        self.layout = layout or RankLayout(1, size, "node")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace the tensor by the sum over all ranks, and return it."""
@@ -59,19 +98,20 @@ def assign_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def join_rank_group(
-    store: Path, rank: int, size: int, device: torch.device, timeout_s: float
+    meeting: Rendezvous, rank: int, layout: RankLayout, device: torch.device, timeout_s: float
 ) -> Ranks:
-    """Wait for the other ranks at this file, which must be new.
+    """Wait for the other ranks, and return the group.
 
-    `timeout_s`: longest wait for another rank, here and in each sum. Traffic between ranks stays
-    on this machine: gloo and NCCL have no authentication, and listen on loopback.
+    `timeout_s`: longest wait for another rank, here and in each sum. gloo and NCCL have no
+    authentication: ranks of one node listen on loopback, those of several need a private network.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    for name in INTERFACE_VARIABLES:
+        os.environ.setdefault(name, meeting.interface)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
+        store=meeting.store,
         rank=rank,
-        world_size=size,
+        world_size=layout.size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return Ranks(rank, size, dist.group.WORLD)
+    return Ranks(rank, layout.size, dist.group.WORLD, layout)

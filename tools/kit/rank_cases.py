@@ -39,7 +39,14 @@ from laminar.training.model import policy as model_module
 from laminar.training.model.fsdp import ShardedPolicy
 from laminar.training.model.policy import BasePolicy, LoadedPolicy
 from laminar.training.model.shared_prefix_attention import read_prompts_once
-from laminar.training.ranks import SINGLE_RANK, Ranks, assign_sequences, join_rank_group
+from laminar.training.ranks import (
+    SINGLE_RANK,
+    RankLayout,
+    Ranks,
+    Rendezvous,
+    assign_sequences,
+    join_rank_group,
+)
 from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
 from laminar.training.steps import StepResult, TrainSample
 from laminar.training.trainer_state import ResumeState, encode
@@ -56,7 +63,8 @@ CPU = torch.device("cpu")
 def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
     """Answer the calls of a test until it is gone."""
     torch.set_num_threads(1)
-    join_rank_group(store, rank, size, CPU, timeout_s)
+    file: Any = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
+    join_rank_group(Rendezvous(file), rank, RankLayout(1, size, "node"), CPU, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     parts = {n: dist.new_group(list(range(n)), timeout) for n in range(1, size + 1)}
     while True:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from laminar.actors.model_files import ModelFiles
 from laminar.actors.trainer import TrainerModel
 from laminar.actors.weight_publisher import Attach
@@ -22,6 +24,7 @@ from laminar.tasks.data.tokenizer import get_tokenizer_size, load_tokenizer
 from laminar.training.distributed_learner import RankedFiles, RankedLearner, RankWorker
 from laminar.training.learner import no_point
 from laminar.training.rank_processes import RankProcesses
+from laminar.training.ranks import Rendezvous
 from laminar.training.threaded import ThreadedFiles, ThreadedLearner
 from laminar.weights.version.checkpoint import build_tensor_manifest
 from laminar.weights.version.hashes import Bytes
@@ -41,7 +44,7 @@ class LearnerParts(NamedTuple):
 
 def is_ranked(config: Config) -> bool:
     """Return whether ranks hold the model: several, or one with its state in host memory."""
-    return config.trainer.ranks > 1 or config.trainer.offload != "none"
+    return config.trainer.total_ranks > 1 or config.trainer.offload != "none"
 
 
 def parts_of(
@@ -66,7 +69,10 @@ def parts_of(
 def worker_of(
     config: Config, rank: int, meeting: Path, reached: Callable[[str], None] = no_point
 ) -> RankWorker:
-    return RankWorker(config, rank, meeting, _tokenizer_size(config), RowWriter(), reached)
+    def meet() -> Rendezvous:
+        return Rendezvous(dist.FileStore(str(meeting), config.trainer.total_ranks))  # type: ignore[attr-defined]
+
+    return RankWorker(config, rank, meet, _tokenizer_size(config), RowWriter(), reached)
 
 
 def _tokenizer_size(config: Config) -> Callable[[], int]:

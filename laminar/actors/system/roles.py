@@ -115,6 +115,12 @@ def _make_agent_host(host: Host) -> ActorRole:
     return AgentHost(host, RealHostParts(host))
 
 
+def _make_rank_host(host: Host) -> ActorRole:
+    from laminar.actors.rank_host import RankHost
+
+    return RankHost(host)
+
+
 def _make_trainer(host: Host) -> ActorRole:
     from laminar.actors.trainer import Trainer
     from laminar.run.directory import TRAINER_BOOK_FILE
@@ -158,7 +164,7 @@ _STORE = ("laminar.actors.store", "laminar.storage.database")
 _RELAY = ("laminar.actors.relay", "laminar.weights.machine")
 _TRAINER = "laminar.actors.trainer"
 _ROLLOUT, _REPLICA = "laminar.actors.rollout", "laminar.actors.system.replica"
-_HOST = "laminar.actors.agent_host"
+_HOST, _RANKS = "laminar.actors.agent_host", "laminar.actors.rank_host"
 _TOKENIZER = "transformers.models.auto.tokenization_auto"
 _MODEL = "transformers.models.auto.modeling_auto"
 _EMULATED = "laminar.actors.system.emulated"
@@ -178,4 +184,5 @@ _ACTORS: dict[str, ActorParts] = {
     Role.AGENT: ActorParts(
         _make_agent_host, ("laminar.actors.system.agent_host", _HOST, _TOKENIZER), (_HOST,)
     ),
+    Role.RANKS: ActorParts(_make_rank_host, (_RANKS,), (_RANKS,)),
 }

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from laminar.training.ranks import Ranks, join_rank_group
+from laminar.training.ranks import RankLayout, Ranks, Rendezvous, join_rank_group
 from laminar.training.shared_safetensors import get_row_range, rows_of
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.restored import SharedBytes
@@ -98,7 +98,8 @@ def _serve(
     rank: int, store: Path, slot: str, specs: tuple[mf.TensorSpec, ...], pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
-    ranks = join_rank_group(store, rank, RANKS, CPU, LIMIT_S)
+    meeting = Rendezvous(dist.FileStore(str(store), RANKS))  # type: ignore[attr-defined]
+    ranks = join_rank_group(meeting, rank, RankLayout(1, RANKS, "node"), CPU, LIMIT_S)
     ways = dict(zip(WAYS, _ways(ranks, slot, specs), strict=True))
     while way := pipe.recv():
         dist.barrier()
