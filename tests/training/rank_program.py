@@ -9,10 +9,11 @@ import threading
 
 from laminar.config import ConfigError
 from laminar.run.child_process import connect_parent
-from laminar.training.rank_processes import InheritedDescriptors, serve_orders
+from laminar.training.rank_processes import InheritedDescriptors, RankLink
 from laminar.training.trainer_state import CheckpointError
 from tests.run.child_faults import act
 
+LEASE_S = 2.0
 ERRORS = {
     "bug": ValueError("a bug"),
     "config": ConfigError("the model is another"),
@@ -42,7 +43,7 @@ def main(fd: str, parent: str, mode: str, rank: str, *descriptors: str) -> None:
 
     if mode == "late":
         threading.Event().wait()
-    asyncio.run(serve_orders(end, given, handle))
+    asyncio.run(RankLink(end, given, LEASE_S).serve_orders(handle))
 
 
 if __name__ == "__main__":
