@@ -40,7 +40,7 @@ from laminar.run.child_channel import Channel, ChildLost, Ready
 from laminar.run.child_process import Child, print_output, spawn_child
 from laminar.run.lock import describe_dead_owner, try_lock
 from laminar.run.permissions import open_private
-from laminar.training.rank_store import StoreReply, StoreRequest, StoreTable, Submit
+from laminar.training.rank_store import StoreForward, StoreReply, StoreRequest, StoreTable, Submit
 from laminar.training.trainer_state import CheckpointError
 
 BEAT_S = 1.0
@@ -166,6 +166,7 @@ class RankProcesses:
         self._number = 0
         self._closing = False
         self._lock = -1
+        self.former_hosts: list[str] = []  #: of the ranks of the former trainer
 
     async def start(self) -> None:
         """Start the ranks, and return when all take orders.
@@ -176,7 +177,7 @@ class RankProcesses:
             await self._take_lock(self._lock_path, deadline)
         for number in self._numbers:
             self._launch_rank(number)
-        self._write_process_ids()
+        self.note_hosts(self.former_hosts)
         self._tasks.append(asyncio.ensure_future(self._watch_beats()))
         await asyncio.gather(self._await_ranks(deadline), self._await_hosts(deadline))
         self._raise_if_failed()
@@ -242,7 +243,7 @@ class RankProcesses:
         self._lock = open_private(path)
         say_at: float = time.monotonic() + LOCK_QUIET_S
         while not try_lock(self._lock, fcntl.LOCK_EX):
-            now, who = time.monotonic(), path.read_text() or "unknown"
+            now, who = time.monotonic(), path.read_text().partition("\n")[0] or "unknown"
             if now > deadline:
                 dead = _describe_dead_ranks(path, who)
                 raise RankError(
@@ -253,6 +254,7 @@ class RankProcesses:
                 say_at = deadline + 1.0  # say it once
                 self.say(f"waiting for ranks of the former trainer to end (pids {who})")
             await asyncio.sleep(LOCK_POLL_S)
+        self.former_hosts = path.read_text().splitlines()[1:]
 
     async def _await_ranks(self, deadline: float) -> None:
         left = max(0.0, deadline - time.monotonic())
@@ -276,13 +278,15 @@ class RankProcesses:
         except Exception as error:
             self.fail_group(error)
 
-    def _write_process_ids(self) -> None:
-        """Write the process ids of this group to the lock file, for a trainer that waits."""
+    def note_hosts(self, names: Sequence[str] = ()) -> None:
+        """Write the members of this group to the lock file, for a trainer that waits.
+
+        `names`: the hosts of its other ranks."""
         if self._lock >= 0:
             pids = (os.getpid(), *(rank.pid for rank in self._ranks))
             os.ftruncate(self._lock, 0)
             text = f"{', '.join(map(str, pids))} on {socket.gethostname()}"
-            os.pwrite(self._lock, text.encode(), 0)
+            os.pwrite(self._lock, "\n".join((text, *names)).encode(), 0)
 
     def _launch_rank(self, number: int) -> None:
         beats, their_beats = os.pipe()
@@ -402,13 +406,10 @@ class RankLink:
         """Set up without a running event loop; `lease_s`: longest silence of the starter."""
         self._end, self._given, self._lease_s = end, given, lease_s
         self._silent_s = 0.0
-        self._stored: dict[int, Future[bytes]] = {}
 
     def submit(self, request: StoreRequest) -> Future[bytes]:
         """Send a request to the table of rank 0, from any thread; see Submit."""
-        found = self._stored[request.number] = Future()
-        self._loop.call_soon_threadsafe(self._channel.send, request)
-        return found
+        return self._stored.submit(request)
 
     async def serve_orders(self, handle: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Carry out orders until the starter closes its end, is gone or silent.
@@ -416,11 +417,12 @@ class RankLink:
         Each order is a task; tasks start in the order of arrival."""
         fd = self._given.beats
         threading.Thread(target=_send_beats, args=(fd,), name="beats", daemon=True).start()
-        self._handle, self._loop = handle, asyncio.get_running_loop()
+        self._handle = handle
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel = Channel(
             self._end, Order, on_message=self._receive, bytes_max=ORDER_BYTES_MAX, hang_up_s=0.0
         )
+        self._stored = StoreForward(self._channel.send)
         self._channel.send(Ready())
         while not self._channel.ended.done() and self._silent_s <= self._lease_s:
             await asyncio.wait({self._channel.ended}, timeout=BEAT_S)
@@ -429,7 +431,7 @@ class RankLink:
     def _receive(self, order: Order) -> None:
         self._silent_s = 0.0
         if isinstance(order, StoreReply):
-            self._stored.pop(order.number).set_result(order.value)
+            self._stored.handle_reply(order)
         elif isinstance(order, OrderMessage):
             task = asyncio.ensure_future(self._carry_out(order))
             self._tasks.add(task)
@@ -450,8 +452,14 @@ def make_failure(number: int, error: Exception) -> FailedMessage:
         reason = error.strerror or str(error)
         return FailedMessage(number=number, kind=DISK, reason=reason, errno=error.errno)
     kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
-    text = str(error) if kind else f"{type(error).__name__}: {error}"
+    known = kind or isinstance(error, RankError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
     return FailedMessage(number=number, kind=kind, reason=text, errno=0)
+
+
+def make_error(failure: FailedMessage) -> Exception:
+    """Make the error of a failure that ends the group."""
+    return _KINDS.get(failure.kind, RankError)(failure.reason)
 
 
 def _ignore_exception(task: asyncio.Future[Any]) -> None:

@@ -1,7 +1,7 @@
 """The rendezvous of the ranks: a table of keys on rank 0, which the others reach by messages.
 
 Gives   StoreTable, of rank 0; StoreRequest and StoreReply, with which RankStore (ranks.py) of
-        another rank reaches it
+        another rank reaches it; StoreForward, on the way
 
 torch's own stores need a port, which has no authentication, or a file with locks, which a network
 file system may not have. These requests travel with the orders of the ranks. Without torch, which
@@ -10,6 +10,7 @@ the host of another node's ranks does not import.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -41,6 +42,24 @@ class StoreReply(msgspec.Struct, tag="stored", frozen=True, kw_only=True):
 
 Submit = Callable[[StoreRequest], "Future[bytes]"]
 """Sends a request from any thread; the future has the value once it is known."""
+
+
+class StoreForward:
+    """Requests on their way to the table of another process."""
+
+    def __init__(self, send: Callable[[StoreRequest], object]) -> None:
+        """`send`: sends a request, in the event loop in which this is made."""
+        self._send, self._loop = send, asyncio.get_running_loop()
+        self._waiting: dict[tuple[int, int], Future[bytes]] = {}
+
+    def submit(self, request: StoreRequest) -> Future[bytes]:
+        """Send a request from any thread; see Submit."""
+        found = self._waiting[request.rank, request.number] = Future()
+        self._loop.call_soon_threadsafe(self._send, request)
+        return found
+
+    def handle_reply(self, reply: StoreReply) -> None:
+        self._waiting.pop((reply.rank, reply.number)).set_result(reply.value)
 
 
 class StoreTable:
