@@ -2,7 +2,8 @@
 
     laminar-node RUN_DIR [--name node-0] [--roles store,relay,trainer,rollout:2] [--host IP]
 
-Without --roles it runs everything, with rollout.replicas replicas. --host is the address, the name
+Without --roles it runs what the config gives to its name: node-0 has everything, node-3 a relay and
+replicas, trainer-node-1 ranks of the trainer. --host is the address, the name
 or the interface of this machine by which the others reach it; the default is the address on the way
 to the coordinator. SIGTERM, SIGHUP and Ctrl-C end it and its actors gracefully; the run continues
 without this machine if it can.
@@ -53,8 +54,8 @@ def run_node(words: Sequence[str] | None = None, seeds: Mapping[str, Spawned] | 
     config = run_config(arguments.run_dir)
     if arguments.lock_fd is None:
         check_private(arguments.run_dir)
-    roles = parse_roles(arguments.roles) if arguments.roles else config.processes_on(0)
-    check_roles(arguments.name, roles)
+    roles = parse_roles(arguments.roles) if arguments.roles else None
+    roles = choose_roles(arguments.name, roles, config)
     try:
         address = host_of(arguments.run_dir, config, arguments.host)
     except RunOver:
@@ -93,13 +94,28 @@ def host_of(run_dir: Path, config: Config, asked: str) -> str:
     return route_to(coordinator)
 
 
-def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
-    """Raise ConfigError for a name or a role that this machine cannot have."""
+def choose_roles(
+    name: str, asked: list[tuple[str, int]] | None, config: Config
+) -> list[tuple[str, int]]:
+    """Return the roles of a node; raise ConfigError for a name or a role that it cannot have."""
     try:
-        first = ids.node_index(name) == 0
+        ids.node_index(name)
     except ValueError as error:
         raise ConfigError(f"--name: {error}") from None
+    if ids.is_trainer_node(name) and config.trainer.nodes == 1:
+        raise ConfigError(f"--name {name}: trainer.nodes = 1, so all ranks are on node-0")
+    roles = asked or config.processes_on(name)
+    check_roles(name, roles)
+    return roles
+
+
+def check_roles(name: str, roles: list[tuple[str, int]]) -> None:
+    """Raise ConfigError for a role that this machine cannot have."""
+    first = name == "node-0"
     for role, count in roles:
+        if (role == Role.RANKS) != ids.is_trainer_node(name):
+            where = f"{ids.trainer_node(1)}, ... have ranks, and nothing else"
+            raise ConfigError(f"--roles: {name} cannot have {role}: {where}")
         if count > 1 and ROLE_TABLE[role].place != Place.SEVERAL:
             ranks = "; trainer.ranks says how many processes it has" * (role == Role.TRAINER)
             raise ConfigError(f"--roles: a machine has one {role}, not {count}{ranks}")

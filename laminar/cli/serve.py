@@ -5,8 +5,9 @@ Writes  standard output, lines; logs/attempt_N when a run is resumed, summary.js
 Starts  without --node the coordinator and node-0, through the supervisor; with --node K that
         node; restarts processes that died
 
-    laminar serve RUN             the service: begins or resumes the run
-    laminar serve RUN --node K    its node-K, which may be started before or after the service
+    laminar serve RUN                     the service: begins or resumes the run
+    laminar serve RUN --node K            its node-K, which may be started before or after it
+    laminar serve RUN --trainer-node K    its trainer-node-K, as early or late
 
 It ends after everything that it started. In a Slurm job it requeues that job after a pause
 (requeue.py); a requeued job stands by while the run is still served.
@@ -43,6 +44,7 @@ from laminar.launch.supervisor import (
 from laminar.launch.terminal import Terminal
 from laminar.launch.train import report_end
 from laminar.names import exit_codes
+from laminar.names.ids import node_index, trainer_node
 from laminar.net.addresses import own_name
 from laminar.net.auth import RunKeys
 from laminar.observe.logs import create_attempt
@@ -52,7 +54,7 @@ from laminar.run.permissions import check_private
 from laminar.run.secret import read_secret
 from laminar.weights.arena.arena import sweep_arenas
 
-SERVICE = 0  #: index of the machine of the service, which has the store and the trainer
+SERVICE = "node-0"  #: node of the service, which has the store and the trainer
 STAND_BY_S = 3600.0
 """Longest time that a Slurm job stands by for a run that its former copy still serves."""
 STAND_BY_POLL_S = 1.0  #: poll interval, well below the time for which nodes wait for a coordinator
@@ -61,37 +63,45 @@ STAND_BY_POLL_S = 1.0  #: poll interval, well below the time for which nodes wai
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("serve")
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument(
-        "--node",
-        type=int,
-        default=SERVICE,
-        metavar="K",
-        help="run node-K; without it, the coordinator and node-0",
-    )
+    which = parser.add_mutually_exclusive_group()
+    text = "run node-K; without it, the coordinator and node-0"
+    which.add_argument("--node", type=int, default=0, metavar="K", help=text)
+    text = "run trainer-node-K, with ranks of the trainer"
+    which.add_argument("--trainer-node", type=int, metavar="K", help=text)
     parser.set_defaults(function=run_serve)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """Run the service or a node until it has ended; return its exit code."""
-    run_dir, index = arguments.run, arguments.node
-    if index < 0:
-        raise ConfigError(f"--node {index} is not a machine: give 1 or more")
+    run_dir, name = arguments.run, _name_node(arguments)
     config = run_config(run_dir)
     check_private(run_dir)
     keys = RunKeys(read_secret(run_dir))
     console = Terminal(plain=True)
     with StopRequest() as asked:
-        if index == SERVICE:
+        if name == SERVICE:
             return _run_service(config, run_dir, keys, asked, console)
-        with contextlib.closing(RunLock.join(run_dir, f"serve-{index}")) as lock:
-            console.print_lines([f"node-{index} of {run_dir}, on {own_name()}"])
-            code = NodeKeeper(config, lock, index, asked, console).run()
+        holder = f"serve-{name.removeprefix('node-')}"
+        with contextlib.closing(RunLock.join(run_dir, holder)) as lock:
+            console.print_lines([f"{name} of {run_dir}, on {own_name()}"])
+            code = NodeKeeper(config, lock, name, asked, console).run()
         job = SlurmJob(config, run_dir, lambda text: console.print_lines([text]))
         if code == exit_codes.PAUSED:
             job.node_paused()
         elif asked.level:
             job.node_left(asked.reason)
         return code
+
+
+def _name_node(arguments: argparse.Namespace) -> str:
+    """Return the name of the node to run; raise ConfigError for a number that no node has."""
+    number = arguments.trainer_node
+    name = f"node-{arguments.node}" if number is None else trainer_node(number)
+    try:
+        node_index(name)
+    except ValueError as error:
+        raise ConfigError(f"{error}") from None
+    return name
 
 
 def _run_service(
@@ -102,7 +112,7 @@ def _run_service(
     code = exit_codes.USER_ERROR
     try:
         with contextlib.closing(_take_in_turn(run_dir, keys, job, asked, console)) as lock:
-            console.print_lines([f"coordinator and node-{SERVICE} of {run_dir}, on {own_name()}"])
+            console.print_lines([f"coordinator and {SERVICE} of {run_dir}, on {own_name()}"])
             job.handle_service_start()
             over = Supervisor(
                 config, lock, console, asked, asking=ResumeRequest.RESUME_STOPPED, nodes=[SERVICE]
@@ -163,11 +173,11 @@ class NodeKeeper:
     """Keeper of one laminar-node, restarted when it dies."""
 
     def __init__(
-        self, config: Config, lock: RunLock, index: int, asked: StopRequest, console: Terminal
+        self, config: Config, lock: RunLock, name: str, asked: StopRequest, console: Terminal
     ) -> None:
         self._config, self._lock, self._asked, self._console = config, lock, asked, console
-        self._index = index
-        self._nodes = NodeRestarter(config, [index], self._start, self._print_note)
+        self._name = name
+        self._nodes = NodeRestarter(config, [name], self._start, self._print_note)
 
     def run(self) -> int:
         """Watch the node until it is final or asked to leave; return the exit code."""
@@ -180,12 +190,12 @@ class NodeKeeper:
                 break
             self._nodes.restart_ended(time.monotonic())
         if code == exit_codes.COMPLETE and not self._asked.level:
-            self._print_note(f"node-{self._index} leaves: the run is over")
+            self._print_note(f"{self._name} leaves: the run is over")
         sweep_arenas()  # left by a relay that was killed together with its node
         return code if code >= 0 else exit_codes.SIGNALLED - code
 
-    def _start(self, index: int) -> Process:
-        return start_daemon(self._lock, "laminar.cli.node", *node_args(self._config, index))
+    def _start(self, name: str) -> Process:
+        return start_daemon(self._lock, "laminar.cli.node", *node_args(self._config, name))
 
     def _print_note(self, text: str) -> None:
         self._console.print_lines([text])

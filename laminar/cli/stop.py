@@ -149,7 +149,7 @@ def _in_charge(living: list[Holder], deciding_names: Sequence[str]) -> list[Hold
     for name in deciding_names:
         if deciding := [holder for holder in living if holder.name == name]:
             return deciding
-    return [holder for holder in living if holder.name.startswith("node-")] or living
+    return [each for each in living if each.name.startswith(("node-", "trainer-node-"))] or living
 
 
 def _signal_process(run_dir: Path, holder: Holder, number: signal.Signals) -> None:

@@ -142,6 +142,12 @@ NAMES_ELSEWHERE = {
     "trainer.critic_warmup": "num_critic_only_steps",
     "algorithm.lam": "lambd",
     "trainer.ranks": "actor_num_gpus_per_node",
+    "trainer.nodes; each has trainer.ranks, and slurm.rollouts machines have replicas": (
+        "nnodes actor_num_nodes policy_num_nodes num_nodes n_nodes"
+    ),
+    "slurm.rollouts; machines in addition to those of the trainer": (
+        "rollout.nnodes rollout_num_nodes"
+    ),
     _FILTER: "dynamic_sampling_filter_path dynamic_sampling.type use_dynamic_sampling",
     "algorithm.filter_groups.max_num_gen_batches": (
         "dynamic_sampling.max_sample_batches dynamic_sampling_max_gen_batches"
@@ -169,7 +175,6 @@ UNSUPPORTED = {
     **dict.fromkeys(("resume_mode", "resume_from_path", "resume_from_checkpoint"), _RESUME),
     **dict.fromkeys(("deepspeed", "megatron", "zero_stage"), _SHARDED),
     **dict.fromkeys(("ulysses_sequence_parallel_size", "context_parallel_size"), _WHOLE),
-    "nnodes": "slurm.rollouts machines in addition to the first, by `laminar submit`",
     "reward_model": "your function may call one: reward.custom_reward_function.path",
     **dict.fromkeys(
         ("use_kl_in_reward", "kl_ctrl", "kl_penalty"),

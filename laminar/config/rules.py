@@ -202,11 +202,12 @@ def slurm_seconds(time: str) -> int | None:
 
 def _check_emulated(c: Config) -> None:
     """Check for settings that an emulated run cannot have."""
-    if c.trainer.ranks > 1:
-        raise ConfigError(
-            f'trainer.ranks = {c.trainer.ranks} with rollout.engine = "emulated": an emulated '
-            "trainer has no model to divide; give 1"
-        )
+    for key in ("ranks", "nodes"):
+        if (count := getattr(c.trainer, key)) > 1:
+            raise ConfigError(
+                f'trainer.{key} = {count} with rollout.engine = "emulated": an emulated trainer '
+                "has no model to divide; give 1"
+            )
     for key in ("max_prompt_length", "max_response_length"):
         if (tokens := getattr(c.data, key)) > EMULATED_TOKENS_MAX:
             raise ConfigError(

@@ -31,7 +31,8 @@ from laminar.config.declaring import (
 from laminar.config.rollout import RolloutConfig
 from laminar.config.tasks import AgentsConfig, EnvConfig, RewardConfig
 from laminar.config.training import CriticConfig, LoraConfig, OptimConfig
-from laminar.names.roles import NODE_ROLES, ROLE_TABLE, Place
+from laminar.names.ids import is_trainer_node, node_index, trainer_node
+from laminar.names.roles import NODE_ROLES, ROLE_TABLE, Place, Role
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 RepackPolicy = Literal["auto", "gain", "best-fit", "off"]
@@ -401,8 +402,17 @@ class Config(Section, frozen=True, kw_only=True):
         beside = self.rollout.replicas_on_trainer_node
         return self.rollout.replicas if machine or beside == "auto" else beside
 
-    def processes_on(self, machine: int) -> list[tuple[str, int]]:
-        """Return the roles of one machine's node with their numbers of processes."""
+    @property
+    def node_names(self) -> list[str]:
+        """The names of the run's nodes; those of the trainer come last."""
+        others = [trainer_node(number) for number in range(1, self.trainer.nodes)]
+        return [f"node-{number}" for number in range(self.run.nodes)] + others
+
+    def processes_on(self, node: str) -> list[tuple[str, int]]:
+        """Return the roles of one node with their numbers of processes."""
+        if is_trainer_node(node):
+            return [(Role.RANKS, 1)]
+        machine = node_index(node)
         has = {Place.FIRST: machine == 0, Place.CHOSEN: self.has_host(machine)}
         return [
             (role, self.replicas_on(machine) if ROLE_TABLE[role].place == Place.SEVERAL else 1)

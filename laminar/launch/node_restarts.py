@@ -1,7 +1,7 @@
 """Nodes started by `laminar train` and `laminar serve`, each restarted when it dies.
 
 Reads   exit codes of the nodes
-Starts  a laminar-node for each machine of `indexes`, through `start`
+Starts  a laminar-node for each name of `names`, through `start`
 Gives   NodeRestarter
 
 A node's processes die with it; the new node restarts them, and the coordinator continues with them.
@@ -25,16 +25,12 @@ Process = subprocess.Popen[bytes]
 class NodeProcess:
     """Node of one machine, with its restarts."""
 
-    index: int
+    name: str
     process: Process
     limit: RestartLimit
     began_s: float
     again_s: float | None = None  #: time of its restart; None if it lives or is given up
     over: bool = False  #: not restarted any more
-
-    @property
-    def name(self) -> str:
-        return f"node-{self.index}"
 
 
 class NodeRestarter:
@@ -43,19 +39,19 @@ class NodeRestarter:
     def __init__(
         self,
         config: Config,
-        indexes: Sequence[int],
-        start: Callable[[int], Process],
+        names: Sequence[str],
+        start: Callable[[str], Process],
         note: Callable[[str], None],
     ) -> None:
-        self._config, self._indexes = config, indexes
+        self._config, self._names = config, names
         self._start, self._note = start, note
         self._machines: list[NodeProcess] = []
 
-    def start_all(self, first: Callable[[int], Process]) -> None:
+    def start_all(self, first: Callable[[str], Process]) -> None:
         """Start all nodes; this first time through `first`."""
-        for index in self._indexes:
+        for name in self._names:
             limit, now_s = RestartLimit(self._config), time.monotonic()
-            self._machines.append(NodeProcess(index, first(index), limit, now_s))
+            self._machines.append(NodeProcess(name, first(name), limit, now_s))
 
     @property
     def begun(self) -> bool:
@@ -70,7 +66,7 @@ class NodeRestarter:
         """Restart each ended node after its delay."""
         for machine in self._machines:
             if machine.again_s is not None and now_s >= machine.again_s:
-                machine.process, machine.began_s = self._start(machine.index), now_s
+                machine.process, machine.began_s = self._start(machine.name), now_s
                 machine.again_s = None
             code = machine.process.poll()
             if code is not None and machine.again_s is None and not machine.over:

@@ -84,14 +84,16 @@ class RunPlan:
     warnings: dict[str, str]  #: by kind, for conditions that do not stop a run
 
 
-def check_settings(config: Config, *, here: bool = True) -> Config:
+def check_settings(config: Config, *, here: bool = True, alone: bool = False) -> Config:
     """Check everything that does not need the data; replace hub names by paths.
 
     Only the hub's files are written. `here`: the run will use this machine, so its resources are
-    checked, too.
+    checked, too; `alone`: it has no other.
     """
     check_directory(config.run_dir)
     _check_loggers(config)
+    if alone:
+        _check_local_ranks(config)
     if here:
         check_machine(config)
     if not config.is_emulated:
@@ -265,6 +267,17 @@ def check_devices(config: Config) -> None:
         )
 
 
+def _check_local_ranks(config: Config) -> None:
+    """Check that trainer nodes can share this machine, as all nodes of `laminar train` do."""
+    nodes = config.trainer.nodes
+    if nodes > 1 and config.trainer.device != "cpu" and visible_gpus():
+        raise ConfigError(
+            f"trainer.nodes = {nodes} on one machine with GPUs: NCCL needs a GPU for each rank, "
+            "so each trainer node is a separate machine; use `laminar submit`, or "
+            "trainer.device=cpu to try it here"
+        )
+
+
 def find_idle_gpus(config: Config) -> dict[str, str]:
     """Return a warning if the run leaves GPUs of this machine unused."""
     if config.is_emulated or config.rollout.device == "cpu" or not (gpus := len(visible_gpus())):
@@ -362,8 +375,8 @@ def check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def run_size(config: Config) -> int:
     """Return the number of processes that connect to the coordinator, nodes included."""
-    machines = range(config.run.nodes)
-    return sum(1 + sum(dict(config.processes_on(machine)).values()) for machine in machines)
+    names = config.node_names
+    return sum(1 + sum(dict(config.processes_on(name)).values()) for name in names)
 
 
 def _check_strategy(config: Config) -> None:

@@ -36,6 +36,7 @@ from laminar.launch.node_restarts import NodeRestarter
 from laminar.launch.panel import ProgressPanel
 from laminar.launch.prefork import PreforkedNode
 from laminar.names import exit_codes
+from laminar.names.ids import is_trainer_node, node_index
 from laminar.net.addresses import ip_of
 from laminar.run.directory import COORDINATOR_FILE
 from laminar.run.lock import RunLock
@@ -55,12 +56,14 @@ TURNS_MAX = 4096  #: bytes read at once: more than a coordinator writes between 
 Process = subprocess.Popen[bytes]
 
 
-def node_args(config: Config, machine: int) -> list[str]:
-    """Return the options of the machine's laminar-node."""
-    roles = ",".join(f"{role}:{count}" for role, count in config.processes_on(machine))
-    words = ["--name", f"node-{machine}", "--roles", roles]
+def node_args(config: Config, node: str) -> list[str]:
+    """Return the options of a laminar-node."""
+    roles = ",".join(f"{role}:{count}" for role, count in config.processes_on(node))
+    words = ["--name", node, "--roles", roles]
     if ip_of(config.coordinator.host, "coordinator.host").startswith("127."):
-        return [*words, "--host", f"127.0.0.{machine + 1}"]
+        number = node_index(node)
+        own = f"1.{number}" if is_trainer_node(node) else f"0.{number + 1}"
+        return [*words, "--host", f"127.0.{own}"]
     return words  # the node listens on its address on the way to the coordinator
 
 
@@ -90,20 +93,21 @@ class Supervisor:
         early: Sequence[PreforkedNode] = (),
         *,
         asking: ResumeRequest = ResumeRequest.NOTHING,
-        nodes: Sequence[int] | None = None,
+        nodes: Sequence[str] | None = None,
     ) -> None:
         """Initialize the supervisor.
 
-        `early`: nodes started already. `asking`: whether to continue a stopped run. `nodes`: the
-        machines of this supervisor, if others have the rest; None: all, and the run is not shared.
+        `early`: nodes started already. `asking`: whether to continue a stopped run. `nodes`: those
+        of this supervisor, if others have the rest; None: all, and the run is not shared.
         """
         self.config, self.run_dir, self._lock = config, lock.run_dir, lock
         self._alone = nodes is None
         self.progress = ProgressPanel(lock.run_dir, console, begun_ns=asked.begun_ns)
-        self._asked, self._early, self._asking = asked, early, asking
+        self._asked, self._asking = asked, asking
+        self._early = dict(zip(config.node_names, early, strict=False))
         self._told = StopRequest.NOTHING  #: level known to the present coordinator
-        indexes = range(config.run.nodes) if nodes is None else nodes
-        self._nodes = NodeRestarter(config, indexes, self._start_node, self.progress.add_note)
+        names = config.node_names if nodes is None else nodes
+        self._nodes = NodeRestarter(config, names, self._start_node, self.progress.add_note)
         self._restarts = Restarts(
             config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_full_timeout_s
         )
@@ -188,16 +192,16 @@ class Supervisor:
         self._coordinator = CoordinatorProcess(start, self.run_dir / COORDINATOR_FILE)
         self._told = StopRequest.NOTHING
 
-    def _start_first(self, index: int) -> Process:
+    def _start_first(self, name: str) -> Process:
         """Return the pre-started node, or start a new one if it has died."""
-        if self._early:
-            words = [str(self.run_dir), *node_args(self.config, index)]
+        if early := self._early.get(name):
+            words = [str(self.run_dir), *node_args(self.config, name)]
             with contextlib.suppress(ConnectionError):  # killed with all that was starting
-                return self._early[index].start_node(words, self._lock.fd)
-        return self._start_node(index)
+                return early.start_node(words, self._lock.fd)
+        return self._start_node(name)
 
-    def _start_node(self, index: int) -> Process:
-        return self._start("laminar.cli.node", *node_args(self.config, index))
+    def _start_node(self, name: str) -> Process:
+        return self._start("laminar.cli.node", *node_args(self.config, name))
 
     def _start(self, module: str, *options: str, fds: Sequence[int] = ()) -> Process:
         return start_daemon(self._lock, module, *options, fds=fds)

@@ -76,7 +76,7 @@ def run_training(
 
     `asked`: stop requests of another thread, in the place of signals."""
     console = console or Terminal()
-    config = check_settings(config)
+    config = check_settings(config, alone=not arguments.prepare)
     starts = not (arguments.dry_run or arguments.prepare)
     with contextlib.ExitStack() as ends:
         early = _prefork_nodes(config, ends) if starts else []
@@ -116,8 +116,7 @@ def _end_dry_run(run_dir: Path, arguments: argparse.Namespace, console: Terminal
 
 def _prefork_nodes(config: Config, ends: contextlib.ExitStack) -> list[PreforkedNode]:
     """Start importing nodes, which `ends` closes."""
-    machines = [dict(config.processes_on(index)) for index in range(config.run.nodes)]
-    nodes = (PreforkedNode(config, roles) for roles in machines)
+    nodes = (PreforkedNode(config, dict(config.processes_on(n))) for n in config.node_names)
     return [ends.enter_context(contextlib.closing(node)) for node in nodes]
 
 
@@ -163,7 +162,7 @@ def _get_exit_code(console: Terminal) -> int:
 
 def _format_daemons(config: Config, run_dir: Path) -> list[str]:
     """Return the commands that run a prepared run."""
-    nodes = [node_args(config, machine) for machine in range(config.run.nodes)]
+    nodes = [node_args(config, name) for name in config.node_names]
     return [
         f"prepared; start these in {Path.cwd()}, with a laminar-node on each machine:",
         f"  laminar-coord {run_dir}",

@@ -8,7 +8,7 @@ import pytest
 
 from laminar.actors.system.processes import assign_gpus
 from laminar.cli import commands, node
-from laminar.cli.node import parse_roles
+from laminar.cli.node import choose_roles, parse_roles
 from laminar.config import ConfigError, dump_config, load_config
 from laminar.launch.preflight import planned_steps
 from laminar.launch.train import move_aside
@@ -28,6 +28,31 @@ def test_roles_of_a_node() -> None:
     for bad in ("relay,rolout:2", "rollout:x", ""):
         with pytest.raises(ConfigError, match="--roles"):
             parse_roles(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "words"),
+    [
+        ("node-1", "relay,ranks", "node-1 cannot have ranks: trainer-node-1, ... have ranks"),
+        ("trainer-node-1", "ranks,relay", "trainer-node-1 cannot have relay"),
+        ("trainer-node-1", "ranks:2", "a machine has one ranks, not 2"),
+        ("trainer-node-0", "", "'trainer-node-0' is not a node name"),
+        ("node-1", "store,relay", "the store of a run is on node-0, not on node-1"),
+    ],
+)
+def test_roles_that_a_node_cannot_have(name: str, roles: str, words: str) -> None:
+    config = load_config([], [*GOOD, "trainer.nodes=2"])
+    with pytest.raises(ConfigError, match=words):
+        choose_roles(name, parse_roles(roles) if roles else None, config)
+
+
+def test_a_node_without_roles_has_those_of_its_name() -> None:
+    config = load_config([], [*GOOD, "trainer.nodes=3", "run.nodes=2"])
+    assert config.node_names == ["node-0", "node-1", "trainer-node-1", "trainer-node-2"]
+    assert dict(choose_roles("node-1", None, config)).keys() == {"relay", "rollout"}
+    assert choose_roles("trainer-node-9", None, config) == [("ranks", 1)]  # a spare
+    with pytest.raises(ConfigError, match=r"trainer.nodes = 1, so all ranks are on node-0"):
+        choose_roles("trainer-node-1", None, load_config([], GOOD))
 
 
 @pytest.mark.parametrize(

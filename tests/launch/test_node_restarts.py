@@ -26,32 +26,32 @@ class Run:
     def __init__(self, *settings: str) -> None:
         config = load_config([], ["model.name=m", "data.dataset=gcd", "run.nodes=2", *settings])
         self.nodes: list[FakeNode] = []
-        self.started: list[int] = []
+        self.started: list[str] = []
         self.notes: list[str] = []
-        self.machines = NodeRestarter(config, [0, 1], self._start, self.notes.append)
+        self.machines = NodeRestarter(config, ["node-0", "node-1"], self._start, self.notes.append)
         self.machines.start_all(self._start)
 
-    def _start(self, index: int) -> Process:
+    def _start(self, name: str) -> Process:
         self.nodes.append(FakeNode())
-        self.started.append(index)
+        self.started.append(name)
         return cast(Any, self.nodes[-1])
 
 
 def test_a_node_that_dies_is_started_again_after_longer_and_longer_pauses() -> None:
     run = Run("recovery.max_restarts=2")
     run.machines.restart_ended(0.0)
-    assert run.started == [0, 1]
+    assert run.started == ["node-0", "node-1"]
     for at_s, since_s in ((10.0, 10.0), (20.0, 21.0)):
         run.nodes[-1].code = -signal.SIGKILL
         run.machines.restart_ended(at_s)
         run.machines.restart_ended(since_s - 0.01)
         run.machines.restart_ended(since_s)
-    assert run.started == [0, 1, 1, 1]
+    assert run.started == ["node-0", *["node-1"] * 3]
     assert dict(run.machines) == {"node-0": run.nodes[0], "node-1": run.nodes[-1]}
     run.nodes[-1].code = exit_codes.FAILED
     for at_s in (30.0, 300.0):
         run.machines.restart_ended(at_s)
-    assert run.started == [0, 1, 1, 1]
+    assert run.started == ["node-0", *["node-1"] * 3]
     assert run.notes == [
         "node-1 ended with exit code -9, and its processes with it; restarting it",
         "node-1 ended with exit code -9, and its processes with it; restarting it in 1 s",
@@ -68,7 +68,7 @@ def test_a_node_that_was_to_end_is_not_started_again(code: int) -> None:
     run.nodes[0].code = code
     for at_s in (0.0, 100.0):
         run.machines.restart_ended(at_s)
-    assert (run.started, run.notes) == ([0, 1], [])
+    assert (run.started, run.notes) == (["node-0", "node-1"], [])
 
 
 def test_a_node_that_the_coordinator_does_not_take_waits_a_little() -> None:
@@ -77,6 +77,6 @@ def test_a_node_that_the_coordinator_does_not_take_waits_a_little() -> None:
     run.nodes[0].code = exit_codes.COORDINATOR_ABSENT
     run.machines.restart_ended(5.0)
     run.machines.restart_ended(5.9)
-    assert run.started == [0, 1]
+    assert run.started == ["node-0", "node-1"]
     run.machines.restart_ended(6.0)
-    assert run.started == [0, 1, 0]
+    assert run.started == ["node-0", "node-1", "node-0"]

@@ -127,12 +127,24 @@ def test_a_directory_that_may_not_be_written(
         check(config(tmp_path))
 
 
+def test_trainer_nodes_on_one_machine_compute_on_its_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: ["0", "1"])
+    words = ["train", "-c", QUICKSTART, f"run.output_dir={tmp_path}", "trainer.nodes=2"]
+    assert run_command(words) == exit_codes.USER_ERROR
+    said = capsys.readouterr().err
+    assert "trainer.nodes = 2 on one machine with GPUs" in said and "`laminar submit`" in said
+    assert not list(tmp_path.iterdir())
+    check_settings(config(tmp_path, "trainer.nodes=2", "trainer.device=cpu"), alone=True)
+
+
 def test_a_run_directory_that_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is checked that takes long, nothing is started, and a dangling link is in the way."""
     monkeypatch.setattr(
-        train, "check_settings", lambda config: pytest.fail("it was refused too late")
+        train, "check_settings", lambda config, **options: pytest.fail("it was refused too late")
     )
     (tmp_path / "quickstart").symlink_to(tmp_path / "nowhere")
     words = ["train", "-c", QUICKSTART, f"run.output_dir={tmp_path}"]

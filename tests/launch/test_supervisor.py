@@ -198,9 +198,11 @@ def test_a_run_ends_with_its_directory(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_nodes_of_a_run_beyond_loopback_find_their_own_address() -> None:
     here = load_config([], ["model.name=m", "data.dataset=gcd"])
-    assert node_args(here, 1)[-2:] == ["--host", "127.0.0.2"]
+    assert node_args(here, "node-1")[-2:] == ["--host", "127.0.0.2"]
+    trainer = ["--name", "trainer-node-1", "--roles", "ranks:1", "--host", "127.0.1.1"]
+    assert node_args(here, "trainer-node-1") == trainer
     beyond = load_config([], ["model.name=m", "data.dataset=gcd", "coordinator.host=10.1.2.3"])
-    assert "--host" not in node_args(beyond, 1)
+    assert "--host" not in node_args(beyond, "node-1")
 
 
 def test_a_node_that_was_killed_before_the_run_began_is_replaced(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_a_node_that_was_killed_before_the_run_began_is_replaced(tmp_path: Path)
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     supervisor = StandIns(tmp_path / "run", "SIGTERM", exit_codes.COMPLETE)
-    supervisor._early = [cast("PreforkedNode", Dead())]
+    supervisor._early = {"node-0": cast("PreforkedNode", Dead())}
     assert supervisor.run().code == exit_codes.COMPLETE
     assert [name for name, _ in supervisor._nodes] == ["node-0"]
 

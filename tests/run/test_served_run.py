@@ -279,7 +279,8 @@ def test_a_node_that_is_cut_off_while_the_run_ends_leaves_when_it_is_back(served
     ("words", "said"),
     [
         (["nowhere"], "nowhere does not exist"),
-        (["nowhere", "--node", "-1"], "give 1 or more"),
+        (["nowhere", "--node", "-1"], "'node--1' is not a node name"),
+        (["nowhere", "--trainer-node", "0"], "use node-0, node-1, ..., or trainer-node-1, ..."),
         (["nowhere", "--node", "x"], "invalid int value"),
         (["configs"], "is not a run directory"),
     ],
