@@ -50,6 +50,11 @@ class RankHost:
         self._idle.set()
         self.host.spawn(self._serve_trainers())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no ranks."""
+        return self._idle.is_set()
+
     def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         """Handle nothing: the coordinator orders nothing of a host."""
 

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from laminar.actors.host import Host
-from laminar.events.families import Family, Item
+from laminar.events.families import Family, Item, WireError
 from laminar.net.calls import Batch, Client, RpcError
 from laminar.run.child_channel import HEADER, ChildLost, Ready, encode_frame, read_size
 from laminar.training import rank_processes
@@ -284,11 +284,15 @@ class TrainerLinks:
     def _describe_wait(self, free: dict[str, _HostLink], alive: list[str]) -> str:
         if alive:
             return f"waiting for the ranks of the former trainer on {', '.join(alive)} to end"
-        here = f" ({', '.join(free)})" if free else ""
+        here = f"{len(free)} {'is' if len(free) == 1 else 'are'} here ({', '.join(free)})"
         return (
-            f"waiting for {self._wanted} trainer nodes in addition to the first: {len(free)} "
-            f"are here{here}; start laminar-node RUN --name trainer-node-K"
+            f"waiting for {self._wanted} trainer nodes in addition to the first: "
+            f"{here if free else 'none is here'}; start laminar-node RUN --name trainer-node-K"
         )
+
+    def _wake(self) -> None:
+        """Answer the polls that wait, after the present turn of the server."""
+        asyncio.get_running_loop().call_soon(self._server.retry_held)
 
     def _answer(self, batch: Batch) -> list[bytes | RpcError | None]:
         """Answer polls; of those of one host only the newest waits."""
@@ -298,9 +302,14 @@ class TrainerLinks:
             for boot, number, body in batch
         ]
 
-    def _answer_one(self, boot: str, number: int, body: bytes, *, waits: bool) -> bytes | None:
-        own, poll = self._host.boot_id, _polls.decode(body, 2 * PART_BYTES)
-        name = boot.rpartition("-")[0]
+    def _answer_one(
+        self, boot: str, number: int, body: bytes, *, waits: bool
+    ) -> bytes | RpcError | None:
+        own, name = self._host.boot_id, boot.rpartition("-")[0]
+        try:
+            poll = _polls.decode(body, 2 * PART_BYTES)
+        except WireError as error:
+            return RpcError(str(error))
         if poll.trainer not in ("", own):
             return _encode(Reply(trainer=own, ended="another trainer has taken its place"))
         link = self._links.get(name)
@@ -308,7 +317,7 @@ class TrainerLinks:
             if link is not None:
                 link.end("it has begun anew")
             link = self._links[name] = _HostLink(poll, name)
-            link.wake = self._server.retry_held
+            link.wake = self._wake
             self._changed.set()
         link.hear(number, poll)
         if link.ended:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.process,
     pytest.mark.long,
     pytest.mark.skipif(
-        os.geteuid() != 0 or not Path("/usr/sbin/ip").exists() and not Path("/sbin/ip").exists(),
+        os.geteuid() != 0 or (not Path("/usr/sbin/ip").exists() and not Path("/sbin/ip").exists()),
         reason="network namespaces need root and the command `ip`",
     ),
 ]
