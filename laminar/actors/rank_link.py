@@ -44,7 +44,7 @@ from laminar.training.rank_processes import (
     describe_silence,
 )
 
-PART_BYTES = 4 << 20  #: of a stream, in one request or reply
+PART_BYTES = 1 << 20  #: of a stream, in one request or reply
 WAIT_NOTE_S = 5.0  #: wait for hosts after which the user is told
 
 
@@ -263,7 +263,7 @@ class TrainerLinks:
 
     async def _await_free(self, group: RankProcesses, deadline: float) -> list[_HostLink]:
         """Wait for enough free hosts, and until no rank of a former group can live."""
-        former, begun_s, noted = group.former_hosts, time.monotonic(), False
+        former, begun_s, noted = group.former_hosts, time.monotonic(), ""
         while True:
             free = {link.host: link for link in self._links.values() if not link.ended}
             now_s = time.monotonic()
@@ -275,8 +275,8 @@ class TrainerLinks:
             text = self._describe_wait(free, alive)
             if now_s > deadline:
                 raise RankError(f"{text} (coordinator.start_timeout_s)")
-            if not noted and now_s - begun_s > WAIT_NOTE_S:
-                noted = True
+            if text != noted and now_s - begun_s > WAIT_NOTE_S:
+                noted = text
                 group.say(text)
             self._changed.clear()
             await asyncio.wait({asyncio.ensure_future(self._changed.wait())}, timeout=BEAT_S)
@@ -295,7 +295,9 @@ class TrainerLinks:
         asyncio.get_running_loop().call_soon(self._server.retry_held)
 
     def _answer(self, batch: Batch) -> list[bytes | RpcError | None]:
-        """Answer polls; of those of one host only the newest waits."""
+        """Answer polls; of those of one host only the newest waits, if it says nothing.
+
+        A poll that waits is not acknowledged, and large ones would block the session."""
         newest = {boot: number for boot, number, _ in batch}
         return [
             self._answer_one(boot, number, body, waits=newest[boot] == number)
@@ -322,6 +324,6 @@ class TrainerLinks:
         link.hear(number, poll)
         if link.ended:
             return _encode(Reply(trainer=own, ended=link.ended))
-        if not waits or link.stream or time.monotonic() - link.asked_s > BEAT_S:
-            return _encode(Reply(trainer=own, data=link.stream.take_part() if waits else b""))
-        return None
+        if waits and not (poll.data or link.stream) and time.monotonic() - link.asked_s < BEAT_S:
+            return None
+        return _encode(Reply(trainer=own, data=link.stream.take_part() if waits else b""))

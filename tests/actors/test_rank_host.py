@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from laminar.actors import rank_link
 from laminar.actors.host import Host
 from laminar.actors.rank_host import RankHost
 from laminar.actors.rank_link import TrainerLinks
@@ -126,15 +127,20 @@ async def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path) -> None:
         assert (tmp_path / "trainer.lock").read_text().splitlines()[1:] == ["ranks-2", "ranks-3"]
 
 
-async def test_the_user_is_told_which_nodes_are_missing(tmp_path: Path) -> None:
+async def test_the_user_is_told_which_nodes_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_link, "WAIT_NOTE_S", 0.0)
     found = Nodes(tmp_path)
-    found.new_trainer("coordinator.start_timeout_s=1")
+    starting = asyncio.ensure_future(found.group.start())
+    await until(lambda: bool(found.trainer.announced))
     await found.add_host(1)
-    with pytest.raises(
-        RankError,
-        match=r"waiting for 2 trainer nodes .*: 1 is here \(ranks-1\); start laminar-node",
-    ):
-        await found.group.start()
+    await until(lambda: len(found.trainer.announced) == 2)
+    none, one = found.trainer.announced
+    assert none.startswith("waiting for 2 trainer nodes in addition to the first: none is here")
+    assert ": 1 is here (ranks-1); start laminar-node RUN --name trainer-node-K" in one
+    await found.add_host(2)
+    await starting
     await found.close()
 
 
