@@ -89,6 +89,9 @@ class TrainerModel(Protocol):
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """Restore a checkpoint; CheckpointError: damaged, ConfigError: another model's; OSError."""
 
+    async def close(self) -> None:
+        """End its other processes."""
+
 
 class TrainingRecord(Protocol):
     """The record of what was trained, for audits of the run."""
@@ -194,6 +197,7 @@ class Trainer:
         await asyncio.gather(*closing)  # each may wait for a server that is ending too
         if self.checkpoints is not None:
             await self.checkpoints.close()
+        await self.learner.close()
         self.book.close()
 
     async def _run_jobs(self, publisher: WeightPublisher, checkpoints: CheckpointWriter) -> None:

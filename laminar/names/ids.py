@@ -17,7 +17,7 @@ from typing import NewType
 import msgspec
 import xxhash
 
-from laminar.names.roles import ROLE_TABLE, Place
+from laminar.names.roles import ROLE_TABLE, Place, Role
 
 GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
@@ -74,6 +74,8 @@ def actor_name(role: str, node: str, index: int) -> ActorName:
     A role of which a machine has one is numbered like the machine. Replicas of the first machine
     are "rollout-0", "rollout-1", ..., those of machine 3 "rollout-3.0", "rollout-3.1", ..."""
     machine = node_index(node)
+    if role == Role.NODE:
+        return ActorName(node)
     if ROLE_TABLE[role].place != Place.SEVERAL:
         return ActorName(f"{role}-{machine}")
     return ActorName(f"{role}-{machine}.{index}" if machine else f"{role}-{index}")

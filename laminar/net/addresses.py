@@ -24,6 +24,7 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 """The kernel's boot id; processes with the same id can share loopback addresses."""
 AUTO = "auto"
 """A host setting that stands for this machine's name, if the machine is not known in advance."""
+LOOPBACK, LOCALHOST = "lo", "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 
 
@@ -74,6 +75,14 @@ def route_to(address: str) -> str:
                 "set coordinator.host to an address that this machine reaches, or --host"
             ) from None
         return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of this machine's interface with this address; "lo" for all of loopback."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            return str(name)
+    return LOOPBACK
 
 
 def own_name() -> str:

@@ -171,6 +171,9 @@ class RankGroup(Protocol):
     ) -> tuple[Result, list[bytes]]:
         """Have the ranks carry out an order, while `own` does the same here."""
 
+    async def close(self) -> None:
+        """End the ranks."""
+
 
 class RankWorker:
     """The work of one rank: a learner, and the destinations of its rows."""
@@ -349,6 +352,9 @@ class RankedLearner:
 
     def collect_facts(self) -> LearnerFacts:
         return self._worker.learner.collect_facts()
+
+    async def close(self) -> None:
+        await self._gang.close()
 
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """Restore parameters and optimizer from a checkpoint; raises CheckpointError."""

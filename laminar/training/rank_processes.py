@@ -1,19 +1,19 @@
 """The processes of a trainer with several ranks: rank 0 starts the others, and all end together.
 
-Reads   replies of the other ranks, their heartbeats, their exits; trainer.lock
-Writes  orders to them; trainer.lock: their process ids, as long as one of them lives
-Starts  ranks 1, 2, ..., as children of rank 0, which alone takes part in the run
-Gives   RankProcesses, for rank 0; serve_orders, for the others; OrderMessage, DoneMessage and
-        FailedMessage between them
+Reads   replies of the other ranks, their heartbeats, their exits; a lock file of the run
+Writes  orders to them; the lock file: their process ids, as long as one of them lives
+Starts  the ranks of this machine, as its children: on rank 0, which alone is the trainer of the
+        run, and on the host of another node's ranks (actors/rank_host.py)
+Gives   RankProcesses; RankLink, for a rank; Member, for what else carries out orders
 Raises  RankError, which names the rank
 
 Orders go over channels (run/child_channel.py), not through a collective, in which an idle rank
-would reach the time limit. The end of its channel tells a rank that rank 0 is gone.
+would reach the time limit. The end of its channel tells a rank that its starter is gone.
 
 An exit of a rank is noticed at once, a frozen rank by its heartbeats; a thread sends these so that
-no training step can delay them. All processes of the group hold the lock through one inherited
-descriptor: the ranks of the next trainer start when it is free, so former ranks never write at the
-same time.
+no training step can delay them. A rank ends itself when its starter is frozen. All processes of the
+group hold the lock through one inherited descriptor: the ranks of the next trainer start when it
+is free, so former ranks never write at the same time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -39,6 +40,7 @@ from laminar.run.child_channel import Channel, ChildLost, Ready
 from laminar.run.child_process import Child, print_output, spawn_child
 from laminar.run.lock import describe_dead_owner, try_lock
 from laminar.run.permissions import open_private
+from laminar.training.rank_store import StoreForward, StoreReply, StoreRequest, StoreTable, Submit
 from laminar.training.trainer_state import CheckpointError
 
 BEAT_S = 1.0
@@ -66,11 +68,15 @@ class OrderMessage(msgspec.Struct, tag="order", frozen=True, kw_only=True):
     body: bytes
 
 
+class BeatMessage(msgspec.Struct, tag="beat", frozen=True):
+    """Sign of life of a starter."""
+
+
 class DoneMessage(msgspec.Struct, tag="done", frozen=True, kw_only=True):
-    """Reply to rank 0 with the result of an order."""
+    """Reply to rank 0 with the results of an order, by rank."""
 
     number: int
-    body: bytes
+    bodies: tuple[bytes, ...]
 
 
 class FailedMessage(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
@@ -83,22 +89,48 @@ class FailedMessage(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
 
 
 Reply = DoneMessage | FailedMessage
+Answer = Reply | StoreRequest
+"""What a rank sends to its starter."""
+Order = OrderMessage | StoreReply | BeatMessage
+"""What a starter sends to a rank."""
 
 
 class InheritedDescriptors(NamedTuple):
-    """Descriptor numbers that another rank inherits from rank 0."""
+    """Descriptor numbers that a rank inherits from its starter."""
 
     beats: int  #: the write end of a pipe
-    meeting: int  #: the rendezvous file of torch.distributed
     lock: int  #: -1: none
 
-    @property
-    def meeting_file(self) -> Path:
-        return _open_file(self.meeting)
+
+class Member(Protocol):
+    """The ranks that one link reaches: one of this machine, or those of another node."""
+
+    name: str  #: "rank 3 of the trainer"
+    silent_s: float
+    waiting: dict[int, asyncio.Future[tuple[bytes, ...]]]  #: results, by number of the order
+
+    def send(self, message: Any) -> None: ...
+
+    def take_beats(self) -> bool:
+        """Return whether it was heard since the last call, or is not expected to be."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class RankHosts(Protocol):
+    """The hosts of the ranks of other nodes (actors/rank_link.py)."""
+
+    async def start_ranks(self, group: RankProcesses, deadline: float) -> Sequence[Member]:
+        """Have the hosts start their ranks, and return when all take orders; RankError."""
+        ...
+
+    async def close(self) -> None:
+        """End those ranks."""
 
 
 class RankProcesses:
-    """The other ranks of the trainer, as rank 0 controls them."""
+    """The ranks of one machine, and on rank 0 those of all others."""
 
     def __init__(
         self,
@@ -108,30 +140,33 @@ class RankProcesses:
         lock: Path | None,
         lost: Callable[[str], None],
         say: Callable[[str], None],
+        numbers: Sequence[int] | None = None,
+        hosts: RankHosts | None = None,
+        submit: Submit | None = None,
     ) -> None:
         """Set the group up without starting it.
 
         `program`: the module of a rank and its words; its number and the numbers of the inherited
-        descriptors follow. `lock`: a file of the run. `lost` is called
-        once with the reason why the ranks are gone, `say` with the reason of a wait."""
+        descriptors follow. `lock`: a file of the run. `lost` is called once with the reason why the
+        ranks are gone, `say` with the reason of a wait. `numbers`: the ranks of this machine; None:
+        all but rank 0. `hosts`: of the other ranks. `submit`: the way to the table of rank 0, if
+        this is not rank 0."""
         self.size = config.trainer.total_ranks
         self._start_s = config.coordinator.start_timeout_s
         self._lease_s = config.coordinator.node_lease_ms / 1000
         self._program, self._lock_path = program, lock
-        self._tell_lost, self._say = lost, say
+        self._tell_lost, self.say = lost, say
+        self._numbers, self._hosts = range(1, self.size) if numbers is None else numbers, hosts
+        self.submit: Submit = submit or StoreTable().submit
         self._ranks: list[_Rank] = []
+        self._members: list[Member] = []
         self._error: Exception | None = None
         self._gone = asyncio.Event()  #: set with the error, after which no rank lives
         self._tasks: list[asyncio.Task[None]] = []
         self._number = 0
         self._closing = False
         self._lock = -1
-        self._meeting = os.memfd_create("laminar-ranks")
-
-    @property
-    def meeting(self) -> Path:
-        """The rendezvous file of torch.distributed, under the same name on every rank."""
-        return _open_file(self._meeting)
+        self.former_hosts: list[str] = []  #: of the ranks of the former trainer
 
     async def start(self) -> None:
         """Start the ranks, and return when all take orders.
@@ -140,22 +175,11 @@ class RankProcesses:
         deadline = time.monotonic() + self._start_s
         if self._lock_path is not None:
             await self._take_lock(self._lock_path, deadline)
-        for number in range(1, self.size):
+        for number in self._numbers:
             self._launch_rank(number)
-        self._write_process_ids()
+        self.note_hosts(self.former_hosts)
         self._tasks.append(asyncio.ensure_future(self._watch_beats()))
-        left = max(0.0, deadline - time.monotonic())
-        starts = [rank.await_ready(left) for rank in self._ranks]
-        found = await asyncio.gather(*starts, return_exceptions=True)
-        late = [r.number for r in self._ranks if not (r.is_ready or r.channel.ended.done())]
-        for error in filter(None, found):
-            reason = f"a rank of the trainer cannot start: {error}"
-            if late:
-                reason = (
-                    f"rank {', '.join(map(str, late))} of the trainer has not started within "
-                    f"{self._start_s:g} s (coordinator.start_timeout_s)"
-                )
-            self._fail_group(RankError(reason))
+        await asyncio.gather(self._await_ranks(deadline), self._await_hosts(deadline))
         self._raise_if_failed()
 
     async def call_ranks(self, body: bytes) -> list[bytes]:
@@ -166,15 +190,15 @@ class RankProcesses:
         self._raise_if_failed()
         self._number += 1
         order, loop = OrderMessage(number=self._number, body=body), asyncio.get_running_loop()
-        for rank in self._ranks:
-            rank.waiting[self._number] = loop.create_future()
-            rank.channel.send(order)
-        waiting = [rank.waiting[self._number] for rank in self._ranks]
+        for member in self._members:
+            member.waiting[self._number] = loop.create_future()
+            member.send(order)
+        waiting = [member.waiting[self._number] for member in self._members]
         replies = await asyncio.gather(*waiting, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
-        return [reply for reply in replies if isinstance(reply, bytes)]
+        return [body for reply in replies if isinstance(reply, tuple) for body in reply]
 
     async def run_on_all_ranks(
         self, body: bytes, own: Awaitable[Result]
@@ -200,11 +224,10 @@ class RankProcesses:
         return await here, await asked
 
     async def close(self) -> None:
-        """End the ranks, and return when they have exited.
-
-        The rendezvous file stays open as long as this process: torch reopens it when it collects
-        its group, and by then its number could refer to another file."""
+        """End the ranks, and return when those of this machine have exited."""
         self._closing = True
+        if self._hosts is not None:
+            await self._hosts.close()
         await asyncio.gather(*(rank.close() for rank in self._ranks))
         for rank in self._ranks:
             os.close(rank.beats)
@@ -220,7 +243,7 @@ class RankProcesses:
         self._lock = open_private(path)
         say_at: float = time.monotonic() + LOCK_QUIET_S
         while not try_lock(self._lock, fcntl.LOCK_EX):
-            now, who = time.monotonic(), path.read_text() or "unknown"
+            now, who = time.monotonic(), path.read_text().partition("\n")[0] or "unknown"
             if now > deadline:
                 dead = _describe_dead_ranks(path, who)
                 raise RankError(
@@ -229,21 +252,46 @@ class RankProcesses:
                 )
             if now > say_at:
                 say_at = deadline + 1.0  # say it once
-                self._say(f"waiting for ranks of the former trainer to end (pids {who})")
+                self.say(f"waiting for ranks of the former trainer to end (pids {who})")
             await asyncio.sleep(LOCK_POLL_S)
+        self.former_hosts = path.read_text().splitlines()[1:]
 
-    def _write_process_ids(self) -> None:
-        """Write the process ids of this group to the lock file, for a trainer that waits."""
+    async def _await_ranks(self, deadline: float) -> None:
+        left = max(0.0, deadline - time.monotonic())
+        starts = [rank.await_ready(left) for rank in self._ranks]
+        found = await asyncio.gather(*starts, return_exceptions=True)
+        late = [r.number for r in self._ranks if not (r.is_ready or r.channel.ended.done())]
+        for error in filter(None, found):
+            reason = f"a rank of the trainer cannot start: {error}"
+            if late:
+                reason = (
+                    f"rank {', '.join(map(str, late))} of the trainer has not started within "
+                    f"{self._start_s:g} s (coordinator.start_timeout_s)"
+                )
+            self.fail_group(RankError(reason))
+
+    async def _await_hosts(self, deadline: float) -> None:
+        if self._hosts is None:
+            return
+        try:
+            self._members += await self._hosts.start_ranks(self, deadline)
+        except Exception as error:
+            self.fail_group(error)
+
+    def note_hosts(self, names: Sequence[str] = ()) -> None:
+        """Write the members of this group to the lock file, for a trainer that waits.
+
+        `names`: the hosts of its other ranks."""
         if self._lock >= 0:
             pids = (os.getpid(), *(rank.pid for rank in self._ranks))
             os.ftruncate(self._lock, 0)
             text = f"{', '.join(map(str, pids))} on {socket.gethostname()}"
-            os.pwrite(self._lock, text.encode(), 0)
+            os.pwrite(self._lock, "\n".join((text, *names)).encode(), 0)
 
     def _launch_rank(self, number: int) -> None:
         beats, their_beats = os.pipe()
         os.set_blocking(beats, False)
-        given = InheritedDescriptors(their_beats, self._meeting, self._lock)
+        given = InheritedDescriptors(their_beats, self._lock)
         try:
             spawned = spawn_child(
                 *self._program,
@@ -256,31 +304,42 @@ class RankProcesses:
             os.close(their_beats)
         rank = _Rank(
             spawned,
-            Reply,
-            on_message=lambda reply: self._handle_reply(rank, reply),
+            Answer,
+            on_message=lambda answer: self.handle_answer(rank, answer),
             on_output=print_output,
             bytes_max=ORDER_BYTES_MAX,
         )
         rank.number, rank.beats, rank.waiting = number, beats, {}
+        rank.name = f"rank {number} of the trainer"
         rank.channel.ended.add_done_callback(partial(self._handle_end, rank))
         self._ranks.append(rank)
+        self._members.append(rank)
 
     # --- watching -----------------------------------------------------------------------------
 
-    def _handle_reply(self, rank: _Rank, reply: Reply) -> None:
-        if isinstance(reply, FailedMessage):
-            self._tasks.append(asyncio.ensure_future(self._handle_failure(rank, reply)))
-        elif not (future := rank.waiting.pop(reply.number)).done():
-            future.set_result(reply.body)
+    def handle_answer(self, member: Member, answer: Answer) -> None:
+        """Handle a message of a rank, or of another node's ranks."""
+        if isinstance(answer, StoreRequest):
+            loop = asyncio.get_running_loop()
+            found = self.submit(answer)
+            found.add_done_callback(
+                lambda done: loop.call_soon_threadsafe(
+                    member.send, answer.make_reply(done.result())
+                )
+            )
+        elif isinstance(answer, FailedMessage):
+            self._tasks.append(asyncio.ensure_future(self._handle_failure(member, answer)))
+        elif not (future := member.waiting.pop(answer.number)).done():
+            future.set_result(answer.bodies)
 
-    async def _handle_failure(self, rank: _Rank, reply: FailedMessage) -> None:
+    async def _handle_failure(self, member: Member, reply: FailedMessage) -> None:
         if reply.kind == DISK:
-            rank.waiting.pop(reply.number).set_exception(OSError(reply.errno, reply.reason))
+            member.waiting.pop(reply.number).set_exception(OSError(reply.errno, reply.reason))
         elif error := _KINDS.get(reply.kind):
-            self._fail_group(error(reply.reason))
+            self.fail_group(error(reply.reason))
         else:
             await self._wait_for_rank_end()  # another rank may be the cause
-            self._fail_group(RankError(f"rank {rank.number} of the trainer failed: {reply.reason}"))
+            self.fail_group(RankError(f"{member.name} failed: {reply.reason}"))
 
     async def _wait_for_rank_end(self) -> None:
         """Wait shortly for the exit of a rank to be noticed."""
@@ -292,32 +351,27 @@ class RankProcesses:
         how = str(ended.result())
         if rank.returncode is not None:
             how = describe_exit(rank.returncode) + rank.last_lines
-        self._fail_group(RankError(f"rank {rank.number} of the trainer has ended ({how})"))
+        self.fail_group(RankError(f"rank {rank.number} of the trainer has ended ({how})"))
 
     async def _watch_beats(self) -> None:
-        """Fail the group if a rank is silent; counted in polls: our own pauses do not count."""
+        """Fail the group if a member is silent; counted in polls: our own pauses do not count."""
         while self._error is None:
             await asyncio.sleep(BEAT_S)
-            for rank in self._ranks:
-                heard = _drain_pipe(rank.beats) or not rank.is_ready  # its imports take long
-                rank.silent_s = 0.0 if heard else rank.silent_s + BEAT_S
-                if rank.silent_s > self._lease_s:
-                    self._fail_group(
-                        RankError(
-                            f"rank {rank.number} of the trainer has been silent for "
-                            f"{self._lease_s:g} s (coordinator.node_lease_ms)"
-                        )
-                    )
+            for member in self._members:
+                member.send(BeatMessage())
+                member.silent_s = 0.0 if member.take_beats() else member.silent_s + BEAT_S
+                if member.silent_s > self._lease_s:
+                    self.fail_group(RankError(f"{member.name} {describe_silence(self._lease_s)}"))
 
-    def _fail_group(self, error: Exception) -> None:
+    def fail_group(self, error: Exception) -> None:
         """Record the loss of a rank, kill the others, and fail all pending waits."""
         if self._error is not None or self._closing:
             return
         self._error = error
         self._gone.set()
-        for rank in self._ranks:
-            rank.kill()
-            for future in rank.waiting.values():
+        for member in self._members:
+            member.kill()
+            for future in member.waiting.values():
                 if not future.done():
                     future.set_exception(error)
                     future.exception()  # mark as retrieved, for futures without a waiter
@@ -330,49 +384,82 @@ class RankProcesses:
 
 
 class _Rank(Child):
-    """Another rank, as rank 0 sees it."""
+    """A rank of this machine, as its starter sees it."""
 
+    name: str
     number: int
     beats: int  #: the read end of its heartbeats
     silent_s = 0.0
-    waiting: dict[int, asyncio.Future[bytes]]  #: by order number
+    waiting: dict[int, asyncio.Future[tuple[bytes, ...]]]
+
+    def send(self, message: Any) -> None:
+        self.channel.send(message)
+
+    def take_beats(self) -> bool:
+        return bool(_drain_pipe(self.beats)) or not self.is_ready  # its imports take long
 
 
-async def serve_orders(
-    end: socket.socket, given: InheritedDescriptors, handle: Callable[[bytes], Awaitable[bytes]]
-) -> None:
-    """Carry out the orders of rank 0, until it closes its end or is gone.
+class RankLink:
+    """The link of a rank to its starter."""
 
-    Each order is a task; tasks start in the order of arrival."""
-    threading.Thread(target=_send_beats, args=(given.beats,), name="beats", daemon=True).start()
-    tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, end: socket.socket, given: InheritedDescriptors, lease_s: float) -> None:
+        """Set up without a running event loop; `lease_s`: longest silence of the starter."""
+        self._end, self._given, self._lease_s = end, given, lease_s
+        self._silent_s = 0.0
 
-    async def carry_out(order: OrderMessage) -> None:
+    def submit(self, request: StoreRequest) -> Future[bytes]:
+        """Send a request to the table of rank 0, from any thread; see Submit."""
+        return self._stored.submit(request)
+
+    async def serve_orders(self, handle: Callable[[bytes], Awaitable[bytes]]) -> None:
+        """Carry out orders until the starter closes its end, is gone or silent.
+
+        Each order is a task; tasks start in the order of arrival."""
+        fd = self._given.beats
+        threading.Thread(target=_send_beats, args=(fd,), name="beats", daemon=True).start()
+        self._handle = handle
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._channel = Channel(
+            self._end, Order, on_message=self._receive, bytes_max=ORDER_BYTES_MAX, hang_up_s=0.0
+        )
+        self._stored = StoreForward(self._channel.send)
+        self._channel.send(Ready())
+        while not self._channel.ended.done() and self._silent_s <= self._lease_s:
+            await asyncio.wait({self._channel.ended}, timeout=BEAT_S)
+            self._silent_s += BEAT_S  # in polls: the pauses of this process do not count
+
+    def _receive(self, order: Order) -> None:
+        self._silent_s = 0.0
+        if isinstance(order, StoreReply):
+            self._stored.handle_reply(order)
+        elif isinstance(order, OrderMessage):
+            task = asyncio.ensure_future(self._carry_out(order))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry_out(self, order: OrderMessage) -> None:
         reply: Reply
         try:
-            reply = DoneMessage(number=order.number, body=await handle(order.body))
+            reply = DoneMessage(number=order.number, bodies=(await self._handle(order.body),))
         except Exception as error:
-            reply = _make_failure(order.number, error)
-        channel.send(reply)
-
-    def begin(order: OrderMessage) -> None:
-        task = asyncio.ensure_future(carry_out(order))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    channel = Channel(end, OrderMessage, on_message=begin, bytes_max=ORDER_BYTES_MAX, hang_up_s=0.0)
-    channel.send(Ready())
-    await channel.ended
+            reply = make_failure(order.number, error)
+        self._channel.send(reply)
 
 
-def _make_failure(number: int, error: Exception) -> FailedMessage:
+def make_failure(number: int, error: Exception) -> FailedMessage:
     """Make the reply from which rank 0 can raise this error."""
     if isinstance(error, OSError) and error.errno:
         reason = error.strerror or str(error)
         return FailedMessage(number=number, kind=DISK, reason=reason, errno=error.errno)
     kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
-    text = str(error) if kind else f"{type(error).__name__}: {error}"
+    known = kind or isinstance(error, RankError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
     return FailedMessage(number=number, kind=kind, reason=text, errno=0)
+
+
+def make_error(failure: FailedMessage) -> Exception:
+    """Make the error of a failure that ends the group."""
+    return _KINDS.get(failure.kind, RankError)(failure.reason)
 
 
 def _ignore_exception(task: asyncio.Future[Any]) -> None:
@@ -381,9 +468,8 @@ def _ignore_exception(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-def _open_file(fd: int) -> Path:
-    """Return a path to an open file, valid in this process and in those that inherited it."""
-    return Path(f"/proc/self/fd/{fd}")
+def describe_silence(lease_s: float) -> str:
+    return f"has been silent for {lease_s:g} s (coordinator.node_lease_ms)"
 
 
 def _send_beats(fd: int) -> None:

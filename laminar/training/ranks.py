@@ -13,6 +13,7 @@ one. A trainer of one process has all sequences, and does not use torch.distribu
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -23,8 +24,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laminar.config import Config
+from laminar.training.rank_store import StoreRequest, Submit
 
-LOOPBACK = "lo"
+GET_S = 1800.0  #: torch's default for a store
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -48,11 +50,51 @@ class RankLayout(NamedTuple):
         return RankLayout(trainer.nodes, trainer.ranks, shard)
 
 
+class RankStore(dist.Store):  # type: ignore[name-defined,misc]
+    """The store of one rank, called by torch from any thread."""
+
+    def __init__(self, rank: int, submit: Submit) -> None:
+        super().__init__()
+        self._rank, self._submit = rank, submit
+        self._number, self._lock = 0, threading.Lock()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._request("set", [key], value if isinstance(value, bytes) else value.encode())
+
+    def get(self, key: str) -> bytes:
+        return self._request("get", [key])
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._request("add", [key], b"%d" % amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._request("check", keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit_s = GET_S if timeout is None else timeout.total_seconds()
+        for key in keys:
+            self._request("get", [key], limit_s=limit_s)
+
+    def _request(
+        self, action: Any, keys: Sequence[str], value: bytes = b"", limit_s: float = GET_S
+    ) -> bytes:
+        with self._lock:
+            self._number += 1
+            number = self._number
+        request = StoreRequest(
+            rank=self._rank, number=number, action=action, keys=tuple(keys), value=value
+        )
+        try:
+            return self._submit(request).result(limit_s)
+        except TimeoutError:
+            raise TimeoutError(f"no rank has set {keys[0]!r} within {limit_s:g} s") from None
+
+
 class Rendezvous(NamedTuple):
     """Meeting point of the ranks of a group."""
 
     store: Any  #: a new dist.Store, which torch does not type
-    interface: str = LOOPBACK  #: network of the ranks, unless the user's variables name another
+    interface: str = "lo"  #: network of the ranks, unless the user's variables name another
 
 
 class Ranks:

@@ -113,6 +113,9 @@ class ThreadedLearner:
     def collect_facts(self) -> LearnerFacts:
         return self.learner.collect_facts()
 
+    async def close(self) -> None:
+        """Do nothing: it has no other processes."""
+
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """Restore parameters and optimizer from a checkpoint; raises CheckpointError."""
         return await asyncio.to_thread(checkpoint.load_checkpoint, directory, self.learner)

@@ -9,10 +9,12 @@ import threading
 
 from laminar.config import ConfigError
 from laminar.run.child_process import connect_parent
-from laminar.training.rank_processes import InheritedDescriptors, serve_orders
+from laminar.training.rank_processes import InheritedDescriptors, RankLink
+from laminar.training.ranks import RankStore
 from laminar.training.trainer_state import CheckpointError
 from tests.run.child_faults import act
 
+LEASE_S = 2.0
 ERRORS = {
     "bug": ValueError("a bug"),
     "config": ConfigError("the model is another"),
@@ -34,6 +36,9 @@ def main(fd: str, parent: str, mode: str, rank: str, *descriptors: str) -> None:
                 await asyncio.to_thread(go.wait)
             elif word == "go":
                 go.set()
+            elif word == "store":
+                value = await asyncio.to_thread(RankStore(int(rank), link.submit).get, "from")
+                return f"{rank}: {value.decode()}".encode()
             elif word == "end":
                 os._exit(7)
             elif word in ERRORS:
@@ -42,7 +47,8 @@ def main(fd: str, parent: str, mode: str, rank: str, *descriptors: str) -> None:
 
     if mode == "late":
         threading.Event().wait()
-    asyncio.run(serve_orders(end, given, handle))
+    link = RankLink(end, given, LEASE_S)
+    asyncio.run(link.serve_orders(handle))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from typing import Any
 from laminar.actors.system import rank_process
 from laminar.run.child_process import connect_parent
 from laminar.training import shared_safetensors
+from laminar.training.rank_processes import RankLink
 
-_serve, _write = rank_process.serve_orders, shared_safetensors.write_rows
+_serve, _write = RankLink.serve_orders, shared_safetensors.write_rows
 
 
 async def to_the_end(*args: Any) -> None:
@@ -34,7 +35,7 @@ def late(*args: Any) -> Any:
 
 
 rank_process.connect_parent = lambda fd, parent: connect_parent(fd, "0")  # type: ignore[attr-defined]
-rank_process.serve_orders = to_the_end  # type: ignore[attr-defined]
+RankLink.serve_orders = to_the_end  # type: ignore[method-assign]
 shared_safetensors.write_rows = late
 
 if __name__ == "__main__":

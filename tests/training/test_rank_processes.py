@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,8 @@ import pytest
 
 from laminar.config import ConfigError, load_config
 from laminar.training.rank_processes import RankError, RankProcesses
+from laminar.training.rank_store import StoreTable
+from laminar.training.ranks import RankStore
 from laminar.training.trainer_state import CheckpointError
 
 pytestmark = pytest.mark.process
@@ -80,7 +83,6 @@ async def test_orders_are_begun_in_their_order_and_answered_by_rank() -> None:
         ]
         await told.gang.call_ranks(b"go")
         assert [reply[:8] for reply in await waits] == [b"1: wait ", b"2: wait "]
-        assert Path(told.gang.meeting).exists()
     assert told.lost == []
 
 
@@ -145,11 +147,27 @@ async def test_the_failure_of_rank_0_is_told_as_its_cause() -> None:
             await told.gang.run_on_all_ranks(b"c", collective(kill=True))
 
 
-async def test_the_file_where_ranks_met_is_the_same_after_their_end() -> None:
-    """A group of torch opens it when it is collected; what it finds there then it writes to."""
+async def test_a_rank_whose_starter_is_frozen_ends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its link stays open; only the beats stop."""
     async with started(2) as told:
-        meeting = told.gang.meeting
-    assert meeting.readlink().name.startswith("memfd:laminar-ranks")
+        (rank,) = told.processes()
+        monkeypatch.setattr(told.gang, "_members", [])  # so that no beat is sent
+        while not told.lost:
+            await asyncio.sleep(0.01)
+        assert told.lost[0].startswith("rank 1 of the trainer has ended") and not rank.is_running()
+
+
+async def test_a_key_is_waited_for_until_a_rank_sets_it() -> None:
+    table = StoreTable()
+    one, two = (RankStore(rank, table.submit) for rank in (0, 1))
+    found = asyncio.ensure_future(asyncio.to_thread(two.get, "key"))
+    assert not one.check(["key"])
+    one.set("key", b"value")
+    assert await found == b"value" and two.check(["key"])
+    assert [one.add("count", 2), two.add("count", 3)] == [2, 5] and one.get("count") == b"5"
+    two.wait(["key", "count"])
+    with pytest.raises(TimeoutError, match=r"no rank has set 'other' within 0\.01 s"):
+        two.wait(["key", "other"], timedelta(seconds=0.01))
 
 
 async def test_who_does_not_begin_is_named() -> None:

@@ -155,6 +155,9 @@ class EmulatedLearner:
     async def reload_weights(self, directory: Path) -> None:
         await asyncio.to_thread(self.weights.read, directory)
 
+    async def close(self) -> None:
+        """Do nothing: it has no other processes."""
+
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
         """Read the weights; there is no optimizer, and a step depends on nothing else."""
         try:

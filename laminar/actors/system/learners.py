@@ -11,20 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 from laminar.actors.model_files import ModelFiles
 from laminar.actors.trainer import TrainerModel
 from laminar.actors.weight_publisher import Attach
 from laminar.config import Config
+from laminar.net.addresses import LOCALHOST, interface_of
 from laminar.tasks.data.tokenizer import get_tokenizer_size, load_tokenizer
 from laminar.training.distributed_learner import RankedFiles, RankedLearner, RankWorker
 from laminar.training.learner import no_point
 from laminar.training.rank_processes import RankProcesses
-from laminar.training.ranks import Rendezvous
+from laminar.training.rank_store import Submit
+from laminar.training.ranks import RankStore, Rendezvous
 from laminar.training.threaded import ThreadedFiles, ThreadedLearner
 from laminar.weights.version.checkpoint import build_tensor_manifest
 from laminar.weights.version.hashes import Bytes
@@ -48,12 +47,17 @@ def is_ranked(config: Config) -> bool:
 
 
 def parts_of(
-    config: Config, gang: RankProcesses | None, reached: Callable[[str], None] = no_point
+    config: Config,
+    gang: RankProcesses | None,
+    reached: Callable[[str], None] = no_point,
+    address: str = LOCALHOST,
 ) -> LearnerParts:
-    """Build the parts; `gang`: not started, None if not divided. `reached`: failpoints."""
+    """Build the parts; `gang`: not started, None if not divided. `reached`: failpoints.
+
+    `address`: of this machine, on the network of the ranks."""
     name = config.model.name
     if gang is not None:
-        worker = worker_of(config, 0, gang.meeting)
+        worker = worker_of(config, 0, gang.submit, interface_of(address))
         ranked = RankedLearner(worker, gang)
         files = RankedFiles(worker, gang, name, describe_rows)
         return LearnerParts(ranked, files, partial(SharedSlotWriter, ranked.put_weights))
@@ -67,10 +71,16 @@ def parts_of(
 
 
 def worker_of(
-    config: Config, rank: int, meeting: Path, reached: Callable[[str], None] = no_point
+    config: Config,
+    rank: int,
+    submit: Submit,
+    network: str,
+    reached: Callable[[str], None] = no_point,
 ) -> RankWorker:
+    """Build a rank's work; `submit`: the way to the table of rank 0, `network`: an interface."""
+
     def meet() -> Rendezvous:
-        return Rendezvous(dist.FileStore(str(meeting), config.trainer.total_ranks))  # type: ignore[attr-defined]
+        return Rendezvous(RankStore(rank, submit), network)
 
     return RankWorker(config, rank, meet, _tokenizer_size(config), RowWriter(), reached)
 

@@ -19,26 +19,30 @@ from pathlib import Path
 from typing import NoReturn
 
 from laminar.names import exit_codes
+from laminar.net.addresses import LOCALHOST, interface_of
 from laminar.observe.logs import configure_logging, get_logger
 from laminar.observe.telemetry import DRAIN_S
 from laminar.run.child_process import connect_parent
 from laminar.run.directory import run_config
 from laminar.run.fail_points import FailPoints
-from laminar.training.rank_processes import InheritedDescriptors, serve_orders
+from laminar.training.rank_processes import InheritedDescriptors, RankLink
 
 OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a terminal or batch system sends to all processes; rank 0 handles them."""
 
 
-def build_rank_command(run_dir: Path, log: str = "") -> list[str]:
+def build_rank_command(run_dir: Path, log: str = "", address: str = LOCALHOST) -> list[str]:
     """Return the module of a rank and its words, for RankProcesses.
 
-    `log`: the name of its log, without its number; empty: none.
+    `log`: the name of its log, without its number; empty: none. `address`: of this machine, on the
+    network of the ranks.
     """
-    return ["laminar.actors.system.rank_process", str(run_dir), log]
+    return ["laminar.actors.system.rank_process", str(run_dir), log, interface_of(address)]
 
 
-def main(fd: str, parent: str, run_dir: str, log: str, rank: str, *descriptors: str) -> NoReturn:
+def main(
+    fd: str, parent: str, run_dir: str, log: str, network: str, rank: str, *descriptors: str
+) -> NoReturn:
     end = connect_parent(fd, parent)  # before the imports, which take seconds
     from laminar.actors.system.learners import worker_of
 
@@ -51,7 +55,8 @@ def main(fd: str, parent: str, run_dir: str, log: str, rank: str, *descriptors: 
     if telemetry is not None:
         get_logger().info("rank", pid=os.getpid())
     points = FailPoints(directory if log else None)
-    worker = worker_of(config, int(rank), given.meeting_file, points.hit_failpoint)
+    link = RankLink(end, given, config.coordinator.node_lease_ms / 1000)
+    worker = worker_of(config, int(rank), link.submit, network, points.hit_failpoint)
 
     async def handle(order: bytes) -> bytes:
         try:
@@ -61,7 +66,7 @@ def main(fd: str, parent: str, run_dir: str, log: str, rank: str, *descriptors: 
                 get_logger().exception("order-failed")
             raise
 
-    asyncio.new_event_loop().run_until_complete(serve_orders(end, given, handle))
+    asyncio.new_event_loop().run_until_complete(link.serve_orders(handle))
     if telemetry is not None:
         telemetry.wait_drained(DRAIN_S)
     os._exit(exit_codes.COMPLETE)  # a thread may be in a collective that the other ranks never join

@@ -117,8 +117,9 @@ def _make_agent_host(host: Host) -> ActorRole:
 
 def _make_rank_host(host: Host) -> ActorRole:
     from laminar.actors.rank_host import RankHost
+    from laminar.actors.system.rank_process import build_rank_command
 
-    return RankHost(host)
+    return RankHost(host, build_rank_command(host.run_dir, host.name, host.address))
 
 
 def _make_trainer(host: Host) -> ActorRole:
@@ -138,11 +139,13 @@ def _make_trainer(host: Host) -> ActorRole:
     from laminar.run.fail_points import FailPoints
 
     gang = _make_gang(host) if is_ranked(host.config) else None
-    learner, files, attach = parts_of(host.config, gang, FailPoints(host.run_dir).hit_failpoint)
+    reached = FailPoints(host.run_dir).hit_failpoint
+    learner, files, attach = parts_of(host.config, gang, reached, host.address)
     return Trainer(host, learner, attach, files, book)
 
 
 def _make_gang(host: Host) -> RankProcesses:
+    from laminar.actors.rank_link import TrainerLinks
     from laminar.actors.system.rank_process import build_rank_command
     from laminar.run.directory import TRAINER_LOCK_FILE
     from laminar.training.rank_processes import RankProcesses
@@ -151,12 +154,15 @@ def _make_gang(host: Host) -> RankProcesses:
         host.process.force_exit_after(RANK_LOST_S)  # a thread may wait for that rank
         host.fail_process(reason)
 
+    trainer = host.config.trainer
     return RankProcesses(
         host.config,
-        build_rank_command(host.run_dir, host.name),
+        build_rank_command(host.run_dir, host.name, host.address),
         lock=host.run_dir / TRAINER_LOCK_FILE,
         lost=lost,
         say=host.notify_user,
+        numbers=range(1, trainer.ranks),
+        hosts=TrainerLinks(host) if trainer.nodes > 1 else None,
     )
 
 

@@ -127,6 +127,9 @@ class SimTrainer(Idle):
         """Take time only: the directory was just written, and a later digest checks the weights."""
         await self.work(SAVE_S)
 
+    async def close(self) -> None:
+        """Do nothing: its ranks are a part of this process."""
+
     async def restore_checkpoint(self, directory: Path) -> ResumeState:
         await self.work(SAVE_S)
         found = self._models.get(str(directory))
