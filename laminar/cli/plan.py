@@ -19,6 +19,7 @@ from laminar.launch.layouts import (
     list_layouts,
     list_machines,
     settings_of,
+    trainer_lines,
 )
 from laminar.launch.memory_check import MemoryEstimate, MemoryPlace
 from laminar.launch.sizing import derive_replicas, derive_sequences
@@ -44,14 +45,15 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan; the exit code is 1 if the settings as they are do not fit."""
-    config, run = load_plan(arguments, arguments.config, arguments.overrides)
+    asked, run = load_plan(arguments, arguments.config, arguments.overrides)
+    layouts, config = list_layouts(asked, run), check.choose_shard(asked, run)
     reason, machines = _find_excess(config, run), list_machines(config, run)
-    layouts = list_layouts(config, run)
     lines = [
         f"model      {config.model.name}, {check.format_count(run.model.parameters)} parameters",
-        f"machines   {config.run.nodes} with {len(run.machine.gpus)} GPUs each",
+        f"machines   {len(config.node_names)} with {len(run.machine.gpus)} GPUs each",
         f"fits       {f'no: {reason}' if reason else 'yes'}",
         *_format_memory("as configured", [here.list_places(config) for here in machines]),
+        *trainer_lines(asked, run),
         *layout_lines(config, run, layouts),
     ]
     if layouts and settings_of(layouts[0], config):
@@ -67,8 +69,15 @@ def load_plan(
 
     Neither the data nor the user's functions need to be there.
     """
-    given = [f"run.nodes={arguments.nodes}"] if arguments.nodes is not None else []
-    config = load_config(files, given := [*overrides, *given], files_exist=False)
+    config, given = load_config(files, overrides, files_exist=False), [*overrides]
+    if arguments.nodes is not None:
+        if 0 < arguments.nodes < config.trainer.nodes:
+            raise ConfigError(
+                f"--nodes = {arguments.nodes} is less than trainer.nodes = {config.trainer.nodes}: "
+                "raise one or lower the other"
+            )
+        given.append(f"run.nodes={arguments.nodes - config.trainer.nodes + 1}")
+        config = load_config(files, given, files_exist=False)
     if config.is_emulated:
         raise ConfigError('rollout.engine = "emulated" runs no model: there is nothing to plan')
     gpus, nodes = arguments.gpus or config.run.planned_gpus, config.run.nodes

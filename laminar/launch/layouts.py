@@ -1,7 +1,7 @@
 """Layouts of a run on its machines: which fit, and which is the fastest by a rule.
 
 Reads   the settings, with the number of machines; the sizes of the model, a machine's memory
-Gives   list_layouts, layout_lines; list_machines, settings_of
+Gives   list_layouts, layout_lines; list_machines, settings_of; list_trainers, trainer_lines
 
 Pure. The bytes are those of memory_check.py. The speed is a rule that orders layouts, not a
 measurement (docs/memory.md).
@@ -22,9 +22,10 @@ from laminar.launch.memory_check import GB, MemoryEstimate, MemoryPlace
 from laminar.launch.sizing import derive_sequences
 from laminar.training.model.footprint import pass_tokens
 
-RESERVE = 4 * GB  #: of each GPU of the trainer, for CUDA, collectives and fragmentation
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 TENSOR_PARALLEL = (1, 2, 4, 8)
+NODES = (1, 2, 4, 8)
+NODES_SPEED = {"node": 0.9, "all": 0.7}  #: of each GPU of several trainer nodes, by trainer.shard
 OFFLOAD_SPEED = 0.6  #: of a trainer whose update is on the CPU
 PARALLEL_SPEED = 0.9  #: of each GPU of a replica, once for each doubling of their number
 SHARED_SPEED = 0.35  #: of trainer and replicas that take turns on their GPUs
@@ -86,13 +87,10 @@ def _fit_split(config: Config, run: MemoryEstimate) -> Layout | None:
         shares = [share for share in check.SHARES if LEAST_SHARE <= share <= shares[0]]
     for offload, tokens, share in product(("none", "all"), check.list_budgets(config), shares):
         ways = {"trainer.offload": offload, check.TOKENS: tokens, check.VLLM_SHARE: share}
-        tried = replace_keys(config, ways)
+        tried = check.choose_shard(replace_keys(config, ways), run)
         places = [machine.list_places(tried) for machine in list_machines(config, run)]
-        reserved = (
-            place.want + RESERVE <= place.have for place in places[0][: tried.trainer.ranks]
-        )
         fits = (place.fits for machine in places for place in machine)
-        if all(reserved) and all(fits) and _count_longest(tried, run) >= 1:
+        if check.has_reserve(tried, places[0]) and all(fits) and _count_longest(tried, run) >= 1:
             sized = replace_keys(tried, derive_sequences(tried, _gpu_bytes(run), run.model))
             return Layout(sized, places, _rate_speed(sized, run))
     return None
@@ -117,7 +115,8 @@ def _shares_gpus(config: Config, run: MemoryEstimate) -> bool:
 def _rate_speed(config: Config, run: MemoryEstimate) -> tuple[float, float]:
     """Return the speed of the slower half, trainer or replicas, and of both, in GPUs."""
     tokens, size = pass_tokens(config), gpus_per_replica(config)
-    trainer = config.trainer.ranks * tokens / (tokens + GATHER_TOKENS)
+    trainer = config.trainer.total_ranks * tokens / (tokens + GATHER_TOKENS)
+    trainer *= NODES_SPEED[config.trainer.shard] if config.trainer.nodes > 1 else 1
     trainer *= OFFLOAD_SPEED if config.trainer.offload == "all" else 1
     filled = min(1, _count_longest(config, run) / FULL_BATCH)
     replicas = config.total_replicas * size * PARALLEL_SPEED ** math.log2(size) * filled
@@ -126,9 +125,11 @@ def _rate_speed(config: Config, run: MemoryEstimate) -> tuple[float, float]:
 
 
 def list_changes(config: Config, run: MemoryEstimate) -> list[str]:
-    """Return changes, one of each kind, with which some layout fits where none does."""
+    """Return changes, one of each kind, with which some layout fits where none does.
+
+    Further nodes of the trainer have the replicas on another machine."""
     count, own, found = len(run.machine.gpus), _gpu_bytes(run) // GB, []
-    host = run.machine.memory // GB
+    host, apart = run.machine.memory // GB, {"run.nodes": max(config.run.nodes, 2)}
     for kind in (
         [(f"lora.rank={LORA_RANK}", count, own, host)] if not config.lora.rank else [],
         [(f"--gpus {count}x{gb}", count, gb, host) for gb in sorted({*check.GPU_GB.values()})],
@@ -141,7 +142,43 @@ def list_changes(config: Config, run: MemoryEstimate) -> list[str]:
             if list_layouts(replace_keys(config, {"lora.rank": rank}), larger):
                 found.append(words)
                 break
+    for nodes in (n for n in NODES if n > config.trainer.nodes):
+        if list_layouts(replace_keys(config, {"trainer.nodes": nodes, **apart}), run):
+            return [*found, f"--nodes {nodes + apart['run.nodes'] - 1} trainer.nodes={nodes}"]
     return found
+
+
+def list_trainers(
+    config: Config, run: MemoryEstimate
+) -> Iterator[tuple[Config, list[MemoryPlace]]]:
+    """Yield a trainer with all GPUs of as many machines as NODES, and the memory of its first."""
+    own = {"trainer.ranks": len(run.machine.gpus), "run.nodes": 2}
+    own |= {"rollout.replicas_on_trainer_node": 0}
+    for nodes in NODES:
+        tried = check.choose_shard(replace_keys(config, own | {"trainer.nodes": nodes}), run)
+        yield tried, run.list_places(tried)
+
+
+def trainer_lines(config: Config, run: MemoryEstimate) -> list[str]:
+    """Return the table of list_trainers, if one machine does not suffice or several are asked."""
+    if not has_layouts(config, run):
+        return []
+    found = list(list_trainers(config, run))
+    fits = [check.has_reserve(tried, p) and all(x.fits for x in p) for tried, p in found]
+    if fits[0] and config.trainer.nodes == 1:
+        return []
+    rows = [["trainer/nodes", "ranks", "shard", "GPU/GB", "host/GB", "fits"]]
+    for (tried, places), is_fit in zip(found, fits, strict=True):
+        shard = tried.trainer.shard if tried.trainer.nodes > 1 else "-"
+        sizes = f"{places[0].want / GB:.1f}", f"{places[-2].want / GB:.0f}"
+        cells = f"  {tried.trainer.nodes}", tried.trainer.total_ranks, shard, *sizes
+        rows.append([*map(str, cells), "yes" if is_fit else "no"])
+    return check.align_rows(rows)
+
+
+def _format_ranks(config: Config) -> str:
+    nodes, ranks = config.trainer.nodes, config.trainer.ranks
+    return f"{nodes}x{ranks}" if nodes > 1 else f"{ranks}"
 
 
 def settings_of(layout: Layout, config: Config) -> Mapping[str, Any]:
@@ -162,7 +199,7 @@ def layout_lines(config: Config, run: MemoryEstimate, layouts: Sequence[Layout])
     for name, (found, places, speed) in zip(("best", "second", "third"), layouts, strict=False):
         host = max(machine[-2].want for machine in places)
         cells = (
-            f"  {name}", found.trainer.ranks, found.total_replicas, gpus_per_replica(found),
+            f"  {name}", _format_ranks(found), found.total_replicas, gpus_per_replica(found),
             found.trainer.offload, pass_tokens(found), found.rollout.max_num_seqs,
             f"{places[0][0].want / GB:.1f}", f"{host / GB:.0f}",
             f"{speed[0] / layouts[0].speed[0]:.2f}",

@@ -35,6 +35,7 @@ from laminar.weights.arena.arena import SHARED_MEMORY
 from laminar.weights.arena.slots import MIN_SLOTS
 
 GB = 10**9
+RESERVE = 4 * GB  #: of each GPU of the trainer, for CUDA, collectives and fragmentation
 GPU = "GPU "
 GPUS_MAX = 64  #: of a machine
 GPU_GB = {
@@ -113,7 +114,7 @@ def check_memory(
 ) -> list[MemoryPlace]:
     """Check that every place has room; raise ConfigError if not.
 
-    `machines`: number of the run's machines that are this machine.
+    `machines`: number of the run's nodes that are this machine, as MemoryEstimate has it.
     """
     if config.is_emulated:
         return []
@@ -137,6 +138,23 @@ def check_estimate(config: Config, run: MemoryEstimate) -> list[MemoryPlace]:
         f"{config.model.name} has {format_count(run.model.parameters)} parameters, and the run "
         f"would take more memory than there is: {worst}; {ON_TOP}; {_suggest_fix(config, run)}"
     )
+
+
+def has_reserve(config: Config, places: Sequence[MemoryPlace]) -> bool:
+    """Return whether the trainer's GPUs, the first of a machine, have room to spare."""
+    of_trainer = places[: config.trainer.ranks]
+    return all(not p.have or p.want + RESERVE <= p.have for p in of_trainer if GPU in p.name)
+
+
+def choose_shard(config: Config, run: MemoryEstimate) -> Config:
+    """Decide trainer.shard = "auto": "node" if a node's memory suffices, else "all"."""
+    if config.trainer.shard != "auto" or config.trainer.nodes == 1:
+        return config
+    config = replace_keys(config, {"trainer.shard": "node"})
+    places = run.list_places(config)
+    if has_reserve(config, places) and all(place.fits for place in places):
+        return config
+    return replace_keys(config, {"trainer.shard": "all"})
 
 
 def read_sizes(directory: str) -> footprint.ModelSizes:
@@ -204,10 +222,12 @@ def _group_places(places: Iterable[MemoryPlace]) -> dict[str, MemoryPlace]:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory estimate of a model for a number of a run's machines, all of them this machine."""
+    """Memory estimate of a model for a number of a run's nodes, all of them this machine.
+
+    Further nodes of the trainer take no more than the first."""
 
     model: footprint.ModelSizes
-    machines: int
+    nodes: int  #: the first ones of Config.node_names
     machine: MachineMemory
     critic: footprint.ModelSizes | None = None  #: sizes of its initial model
     first: int = 0  #: number of the first of these machines; the trainer is on machine 0
@@ -221,14 +241,16 @@ class MemoryEstimate:
         host: dict[str, int] = {}
         for name in trainer_gpus:
             gpus[name] |= trained.device
+        of_trainer = 1 + max(self.nodes - config.run.nodes, 0)
         if not trainer_gpus:
-            host |= {name: way.ranks * size for name, size in trained.device.items()}
-        host |= trained.host
+            ranks = of_trainer * config.trainer.ranks
+            host |= {name: ranks * size for name, size in trained.device.items()}
+        host |= {name: of_trainer * size for name, size in trained.host.items()}
         self._add_replicas(config, host, gpus)
-        slots = self._count_slots(config)
+        slots, machines = self._count_slots(config), self._count_machines(config)
         relays = {
-            f"{slots} weight slots" + _format_machines(self.machines): (
-                self.machines * slots * self._version_bytes(config)
+            f"{slots} weight slots" + _format_machines(machines): (
+                machines * slots * self._version_bytes(config)
             )
         }
         return [
@@ -236,6 +258,10 @@ class MemoryEstimate:
             MemoryPlace("this machine", machine.memory, host | relays),
             MemoryPlace(str(SHARED_MEMORY), machine.shared, relays),
         ]
+
+    def _count_machines(self, config: Config) -> int:
+        """Return the number of these nodes that have a relay and may have replicas."""
+        return min(self.nodes, config.run.nodes)
 
     def compute_excess(self, config: Config) -> int:
         """Return the number of bytes that do not fit."""
@@ -276,7 +302,8 @@ class MemoryEstimate:
         """Add the engines' copies of the weights, each spread over all GPUs of its replica."""
         names = list(gpus) if config.rollout.device != "cpu" else []
         copies: dict[str, int] = {}
-        counts = [config.replicas_on(self.first + machine) for machine in range(self.machines)]
+        machines = range(self._count_machines(config))
+        counts = [config.replicas_on(self.first + machine) for machine in machines]
         per_replica, ranks = gpus_per_replica(config), 0 if self.first else config.trainer.ranks
         for index in chain.from_iterable(map(range, counts)):
             for name in assign_gpus("rollout", f"rollout-{index}", names, per_replica, ranks):

@@ -64,7 +64,7 @@ CHANGEABLE = (
     "reward.trial",
 )
 """Settings that may change for the rest of a run, in addition to all of [slurm]."""
-CHOSEN = ("rollout.replicas", "rollout.max_num_seqs", "repack.policy")
+CHOSEN = ("rollout.replicas", "rollout.max_num_seqs", "repack.policy", "trainer.shard")
 """Settings whose defaults depend on the machine or on others: those of the start are kept."""
 HEADER_MAX = 100 << 20  #: largest header of a safetensors file in bytes, as limited by its readers
 _PLACE = ("run.name", "run.output_dir")

@@ -1,7 +1,7 @@
 """Sizes of a new run that follow from its GPUs, where the user has set none.
 
 Reads   the settings, the GPUs of this machine, config.json and the headers of the weight files
-Gives   load_sized_config: settings whose config.toml records what was chosen
+Gives   load_sized_config: settings whose config.toml records what was chosen; decide_shard
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from laminar.config import Config, load_config
 from laminar.config.rollout import RolloutConfig
 from laminar.engines.environment import count_free_replicas, gpus_per_replica
 from laminar.engines.protocol import EngineError
-from laminar.launch.memory_check import count_cache_tokens, read_sizes, this_machine
+from laminar.launch.memory_check import (
+    MachineMemory,
+    choose_shard,
+    count_cache_tokens,
+    estimate_memory,
+    parse_machine,
+    read_sizes,
+    this_machine,
+)
 from laminar.tasks.data.hub import localize_model
 from laminar.training.model.footprint import ModelSizes
 
@@ -31,6 +39,17 @@ def load_sized_config(
         return config
     defaults = derive_replicas(config, len(gpus)) | derive_sequences(config, min(gpus.values()))
     return load_config(sources, overrides, defaults=defaults)
+
+
+def decide_shard(config: Config, nodes: int) -> Config:
+    """Decide trainer.shard = "auto" for this machine, or without `nodes` here for one of Slurm."""
+    if config.trainer.nodes == 1:
+        return config
+    asked, planned = config.slurm.gpus, config.run.planned_gpus
+    assumed = MachineMemory(0, 0, {str(number): ASSUMED_GPU_BYTES for number in range(asked)})
+    there = parse_machine(planned, key="run.planned_gpus") if planned else assumed
+    machine = this_machine() if nodes else there
+    return choose_shard(config, estimate_memory(config, max(nodes, 1), machine))
 
 
 def derive_replicas(config: Config, gpus: int) -> dict[str, int]:

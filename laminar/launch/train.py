@@ -36,6 +36,7 @@ from laminar.launch.panel import failed_share
 from laminar.launch.preflight import RunPlan, check_settings, find_idle_gpus
 from laminar.launch.prefork import PreforkedNode
 from laminar.launch.reward_check import show_trial
+from laminar.launch.sizing import decide_shard
 from laminar.launch.supervisor import StopRequest, Supervisor, node_args
 from laminar.launch.terminal import Terminal
 from laminar.names import exit_codes
@@ -80,7 +81,7 @@ def run_training(
     starts = not (arguments.dry_run or arguments.prepare)
     with contextlib.ExitStack() as ends:
         early = _prefork_nodes(config, ends) if starts else []
-        machines = 1 if arguments.prepare else config.run.nodes
+        machines = 1 if arguments.prepare else len(config.node_names)
         plan, found = plan_run(config, run_dir, arguments, files, console, machines, early)
         console.print_lines([f"WARNING: {text}" for text in found.values() if not starts])
         if arguments.dry_run:
@@ -131,8 +132,9 @@ def plan_run(
 ) -> tuple[RunPlan, dict[str, str]]:
     """Show the plan; return it with its warnings; raise ConfigError if the run cannot start.
 
-    `machines`: number of the run's machines that are this machine; with 0 it is not checked.
+    `machines`: number of the run's nodes that are this machine; with 0 it is not checked.
     """
+    config = decide_shard(config, machines)
     places = check_memory(config, machines) if machines else []
     asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
@@ -280,9 +282,18 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"{c.rollout.group_size} responses, staleness at most {c.async_.max_staleness}",
         f"replicas   {c.total_replicas} ({c.rollout.engine} engine, "
         f"{c.rollout.max_num_seqs} sequences each)",
+        *_format_trainer(c),
         *_format_objective(c),
         *([] if c.is_emulated else prompt),
     ]
+
+
+def _format_trainer(c: Config) -> list[str]:
+    """Return the nodes of the trainer, if it has several."""
+    nodes, ranks, shard = c.trainer.nodes, c.trainer.ranks, c.trainer.shard
+    among = "of each node" if shard == "node" else "of all nodes"
+    text = f"trainer    {nodes} nodes of {ranks} ranks; the model is divided among those {among}"
+    return [f"{text} (trainer.shard = {shard!r})"] if nodes > 1 else []
 
 
 def _format_objective(c: Config) -> list[str]:

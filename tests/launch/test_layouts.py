@@ -221,12 +221,36 @@ def test_a_change_that_is_named_makes_it_fit(eight: Path) -> None:
     asked = config(eight, rollout__engine="vllm")
     assert list_layouts(asked, run) == []
     changes = list_changes(asked, run)
-    assert changes == ["--gpus 1x48", "--gpus 2x24"]
-    for change in changes:
+    assert changes == ["--gpus 1x48", "--gpus 2x24", "--nodes 3 trainer.nodes=2"]
+    apart = config(eight, rollout__engine="vllm", trainer__nodes=2, run__nodes=2)
+    (layout, *_) = list_layouts(apart, run)
+    assert (layout.config.trainer.shard, layout.config.replicas_on(0)) == ("node", 0)
+    for change in changes[:2]:
         larger = MemoryEstimate(run.model, 1, parse_machine(change.split()[1]))
         assert list_layouts(asked, larger)
     shown = layout_lines(asked, run, [])
     assert shown == [f"layouts    none fits; with {' or '.join(changes)} one does"]
+
+
+@pytest.mark.parametrize(("nodes", "fits"), [(1, False), (2, False), (4, True), (8, True)])
+def test_a_trainer_of_several_machines_adds_up(
+    nodes: int, fits: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """32B needs the GPUs of four machines, among which it is divided; a machine copies its part."""
+    model, names = Model("32B"), memory_page.NAMES.split()
+    shape = dict(zip(names, memory_page.SHAPES["32B"], strict=True))
+    (tmp_path / "config.json").write_text(json.dumps(memory_page.MORE | shape))
+    words = [f"trainer.nodes={nodes}", "trainer.ranks=8", f"--nodes={nodes + 1}", "--gpus=8x80"]
+    settings = [f"{key}={value}" for key, value in memory_page.SETTINGS.items() if key[0] != "m"]
+    code = run_command(["plan", *words, *settings, f"model.name={tmp_path}"])
+    out = capsys.readouterr().out
+    row = next(line.split() for line in out.splitlines() if line.startswith(f"  {nodes} "))
+    split = Split(8 * nodes, 1, False, 16_384, 0.85, shared=False)
+    assert float(row[3]) == pytest.approx(model.trainer(split) / GB, abs=0.3)
+    assert float(row[3]) + 4 < 80 if fits else float(row[3]) + 4 > 80
+    assert (row[2], row[5]) == ("all" if nodes > 1 else "-", "yes" if fits else "no")
+    assert code == (exit_codes.COMPLETE if fits else exit_codes.FAILED)
+    assert f"machines   {nodes + 1} with 8 GPUs each" in out
 
 
 def test_the_dry_run_prints_the_layouts_of_the_plan(
@@ -255,6 +279,7 @@ def test_the_dry_run_prints_the_layouts_of_the_plan(
         ("plan --gpus H100:0", "--gpus = 'H100:0': give 1 to 64 GPUs", ""),
         ("plan --gpus H1:8", "with one of A10, A100-40, A100-80", ""),
         ("plan --gpus 8x80 --nodes 0", "run.nodes", ""),
+        ("plan --gpus 8x80 --nodes 2 trainer.nodes=4", "--nodes = 2 is less than", ""),
         ("plan --gpus 8x80 --host-memory nan", "--host-memory = nan", ""),
         ("plan --host-memory 9", "with --gpus", ""),
         ("plan run.planned_gpus=8x80x2", "run.planned_gpus = '8x80x2'", ""),

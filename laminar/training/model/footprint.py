@@ -71,7 +71,9 @@ class TrainingPlan:
     copies: bool  #: whether host copies are made for checkpoints
     published: int  #: bytes of a number in the published weights
     critic: ModelSizes | None = None  #: its head gives one number
-    ranks: int = 1
+    ranks: int = 1  #: ranks that the model is divided among
+    nodes: int = 1  #: machines of these ranks
+    groups: int = 1  #: groups of such ranks, each with the whole model
     offload: Offload = "none"
     rank: int = 0  #: rank of the adapters; 0: the model itself is trained
     modules: tuple[str, ...] = ()  #: modules that have adapters
@@ -86,13 +88,13 @@ class TrainingPlan:
 
     @property
     def sharded(self) -> bool:
-        return self.ranks > 1 or self.offload != "none"
+        return self.ranks * self.groups > 1 or self.offload != "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     device: dict[str, int] = field(default_factory=dict)  #: on each rank's GPU, or in its process
-    host: dict[str, int] = field(default_factory=dict)  #: all ranks together
+    host: dict[str, int] = field(default_factory=dict)  #: all ranks of a machine together
 
 
 def sizes_of(hf_config: Mapping[str, Any], shapes: Shapes) -> ModelSizes:
@@ -155,7 +157,9 @@ def way_of(config: Config, *, gpu: bool, critic: ModelSizes | None = None) -> Tr
         copies=bool(trainer.save_freq),
         published=BYTES[published],
         critic=critic,
-        ranks=trainer.ranks,
+        ranks=trainer.total_ranks if trainer.shard == "all" else trainer.ranks,
+        nodes=trainer.nodes if trainer.shard == "all" else 1,
+        groups=1 if trainer.shard == "all" else trainer.nodes,
         offload=trainer.offload,
         rank=config.lora.rank,
         modules=tuple(config.lora.target_modules),
@@ -173,7 +177,7 @@ def pass_tokens(config: Config) -> int:
 
     That is the budget, but at least one whole row and at most the rank's rows."""
     row = longest_row(config)
-    rows = -(-config.mini_batch_groups * config.rollout.group_size // config.trainer.ranks)
+    rows = -(-config.mini_batch_groups * config.rollout.group_size // config.trainer.total_ranks)
     return min(max(config.trainer.micro_batch_tokens, row), rows * row)
 
 
@@ -185,6 +189,7 @@ def estimate_footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
     device, host = {name: -(-size // way.ranks) for name, size in state.items()}, {}
     if way.offload == "all":
         device, host = {}, {f"{name}, offloaded": size for name, size in state.items()}
+        host = {name: -(-size // way.nodes) for name, size in host.items()}
     if way.sharded:
         gathered = _gathered_bytes(model, way)
         if way.critic is not None:  # in turn with the policy; its head is one row
@@ -193,9 +198,10 @@ def estimate_footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
         device["gathered layers"] = gathered
     if way.copies:
         copied = model.parameters + 2 * trained + (trained if way.rank else 0)
-        host["checkpoint copies"] = _copied_bytes(model, copied, way)
+        copies = _copied_bytes(model, copied, way)
         if critic is not None:
-            host["checkpoint copies"] += _copied_bytes(critic, 3 * critic.parameters, way)
+            copies += _copied_bytes(critic, 3 * critic.parameters, way)
+        host["checkpoint copies"] = -(-copies // way.nodes)
         host["a version for its digest"] = way.published * model.parameters
     taken = _pass_bytes(model, way)
     if critic is not None:  # it has no adapters
