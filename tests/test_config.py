@@ -313,6 +313,7 @@ def test_the_async_section_keeps_its_name() -> None:
         ([*GOOD, "trainer.ranks=0"], ["trainer.ranks = 0", "from 1 to 64"]),
         ([*GOOD, "trainer.ranks=9", "slurm.gpus=8"], ["trainer.ranks = 9", "slurm.gpus = 8"]),
         ([*GOOD, "slurm.spares=1"], ["slurm.spares = 1", "slurm.rollouts = 0"]),
+        ([*GOOD, "slurm.trainer_spares=1"], ["slurm.trainer_spares = 1", "trainer.nodes = 1"]),
         ([*GOOD, "slurm.time=tomorrow"], ["slurm.time = 'tomorrow'", "hours:minutes:seconds"]),
         ([*GOOD, "slurm.time=0:05:00"], ["'0:05:00'", "slurm.signal_before_s = 300"]),
         ([*GOOD, "slurm.extra=[qos]"], ["slurm.extra", "'qos'", "--qos=long"]),

@@ -353,4 +353,6 @@ def _check_slurm(config: Config) -> str:
     """Check that Slurm would accept the jobs: partition, account, resources."""
     check_accepted(scripts_of(config, config.run_dir))
     asked = config.slurm.partition or "the default partition"
-    return f"{asked} accepts a job for the service and {config.slurm.rollouts} for rollout machines"
+    further = f" and {config.trainer.nodes - 1} trainer nodes" * (config.trainer.nodes > 1)
+    rollouts = f"{config.slurm.rollouts} for rollout machines"
+    return f"{asked} accepts a job for the service and {rollouts}{further}"

@@ -5,9 +5,9 @@ Writes  RUN/slurm/jobs.json, when it queues one more job array
 Gives   0 once Slurm has accepted; machines join and leave later
 
 To add machines, it allows as many tasks of the array to run as were queued, spares included; a
-further array of the same script supplies the rest. To remove machines, it first lowers the
-throttle, so that no spare takes the place, then sends TERM to the tasks with the highest numbers;
-their unfinished trajectories continue elsewhere.
+further array of the same script supplies the rest. Trainer nodes stay as many as trainer.nodes. To
+remove machines, it first lowers the throttle, so that no spare takes the place, then sends TERM to
+the tasks with the highest numbers; their unfinished trajectories continue elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         required=True,
         metavar="N",
-        help="machines in addition to the one with store and trainer, at least 1",
+        help="machines in addition to those with store and trainer, at least 1; trainer.nodes is "
+        "fixed",
     )
     parser.set_defaults(function=run_scale)
 

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar.cluster.requeue import SlurmJob
+from laminar.cluster.requeue import WARNING, SlurmJob
 from laminar.cluster.slurm import resume_command
 from laminar.config import Config, ConfigError
 from laminar.coordinator.takeover import ResumeRequest, check_unserved
@@ -44,7 +44,7 @@ from laminar.launch.supervisor import (
 from laminar.launch.terminal import Terminal
 from laminar.launch.train import report_end
 from laminar.names import exit_codes
-from laminar.names.ids import node_index, trainer_node
+from laminar.names.ids import is_trainer_node, node_index, trainer_node
 from laminar.net.addresses import own_name
 from laminar.net.auth import RunKeys
 from laminar.observe.logs import create_attempt
@@ -57,6 +57,9 @@ from laminar.weights.arena.arena import sweep_arenas
 SERVICE = "node-0"  #: node of the service, which has the store and the trainer
 STAND_BY_S = 3600.0
 """Longest time that a Slurm job stands by for a run that its former copy still serves."""
+STAY_S = 15.0
+"""Longest time between Slurm's warnings of the service and of a trainer node, as both jobs reach
+their limits."""
 STAND_BY_POLL_S = 1.0  #: poll interval, well below the time for which nodes wait for a coordinator
 
 
@@ -177,6 +180,7 @@ class NodeKeeper:
     ) -> None:
         self._config, self._lock, self._asked, self._console = config, lock, asked, console
         self._name = name
+        self._warned_s = 0.0
         self._nodes = NodeRestarter(config, [name], self._start, self._print_note)
 
     def run(self) -> int:
@@ -184,7 +188,7 @@ class NodeKeeper:
         self._nodes.start_all(self._start)
         while (code := self._nodes.get_exit_code()) is None:
             time.sleep(POLL_S)
-            if self._asked.level:
+            if self._asked.level and not self._is_needed():
                 self._end_nodes()
                 code = exit_codes.COMPLETE
                 break
@@ -193,6 +197,14 @@ class NodeKeeper:
             self._print_note(f"{self._name} leaves: the run is over")
         sweep_arenas()  # left by a relay that was killed together with its node
         return code if code >= 0 else exit_codes.SIGNALLED - code
+
+    def _is_needed(self) -> bool:
+        """Return whether a warned node stays: a run that pauses completes its step on all ranks."""
+        if not is_trainer_node(self._name) or self._asked.reason != WARNING:
+            return False
+        self._warned_s = self._warned_s or time.monotonic()
+        in_time = time.monotonic() < self._warned_s + STAY_S
+        return in_time or bool(read_status(self._lock.run_dir).get("pause"))
 
     def _start(self, name: str) -> Process:
         return start_daemon(self._lock, "laminar.cli.node", *node_args(self._config, name))

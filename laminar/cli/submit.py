@@ -2,7 +2,7 @@
 
 Reads   the config files and overrides of the command line; Slurm's verdict on the jobs
 Writes  the run directory with RUN/slurm, as laminar train writes its own; the plan
-Starts  two jobs, which run `laminar serve`; with --print nothing
+Starts  a job and up to two job arrays, which run `laminar serve`; with --print nothing
 
 The command runs on a login node, which is not a machine of the run, so its resources are not
 checked. Either all jobs are queued, or none is, and a new run's directory is removed again.
@@ -18,8 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from laminar.cli.train import add_move_old, add_sources, take_train_settings
-from laminar.cluster.job_scripts import ROLLOUT, SERVICE, JobScripts, scripts_of
+from laminar.cluster.job_scripts import ROLLOUT, SERVICE, TRAINER, JobScripts, scripts_of
 from laminar.cluster.slurm import (
     Jobs,
     SlurmRefused,
@@ -44,7 +46,7 @@ from laminar.run.command_line import shell_command
 from laminar.run.directory import CONFIG_FILE, LOGS_DIR, SLURM_DIR, run_config
 from laminar.run.renames import write_whole
 
-QUEUE_S = 86_400.0  #: longest wait for replicas that are only on machines which may still be queued
+QUEUE_S = 86_400.0  #: longest wait for machines that a run needs to begin, and may still be queued
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")  #: file systems that other machines cannot see
 
 
@@ -136,8 +138,9 @@ def _derive_shared_replicas(config: Config) -> dict[str, Any]:
 
 
 def _derive_start_timeout(config: Config) -> dict[str, Any]:
-    """Extend the start timeout if all replicas are on machines that may still be queued."""
-    return {} if config.replicas_on(0) else {"coordinator.start_timeout_s": QUEUE_S}
+    """Extend the start timeout if the run waits for machines that may still be queued."""
+    waits = config.trainer.nodes > 1 or not config.replicas_on(0)
+    return {"coordinator.start_timeout_s": QUEUE_S} if waits else {}
 
 
 def _prepare_resume(arguments: argparse.Namespace) -> tuple[Config, Path]:
@@ -177,9 +180,7 @@ def check_shared(run_dir: Path) -> None:
 
 def check_accepted(scripts: JobScripts) -> None:
     """Raise ConfigError for the first job that Slurm would refuse; none is queued."""
-    texts = {SERVICE: scripts.service}
-    if scripts.config.slurm.rollouts:
-        texts[ROLLOUT] = scripts.build_rollout()
+    texts = {SERVICE: scripts.service} | {k: scripts.build_array(k) for k in scripts.arrays}
     for kind, text in texts.items():
         with _explain_refusal(scripts, kind):
             check_script(text)
@@ -191,10 +192,10 @@ def _enqueue_jobs(scripts: JobScripts) -> Jobs:
     scripts.get_path(SERVICE).parent.mkdir(exist_ok=True)
     jobs = Jobs(service=_enqueue_one(scripts, SERVICE, scripts.service))
     try:
-        if scripts.config.slurm.rollouts:
-            text = scripts.build_rollout(jobs.service)
-            rollouts = [_enqueue_one(scripts, ROLLOUT, text)]
-            jobs = Jobs(service=jobs.service, rollouts=rollouts)
+        for kind in scripts.arrays:
+            text = scripts.build_array(kind, jobs.service)
+            array = {f"{kind}s": [_enqueue_one(scripts, kind, text)]}
+            jobs = msgspec.structs.replace(jobs, **array)
         write_jobs(scripts.run_dir, jobs)
     except BaseException:
         cancel_jobs(jobs.ids)
@@ -216,7 +217,8 @@ def _explain_refusal(scripts: JobScripts, kind: str) -> Iterator[None]:
         yield
     except SlurmRefused as error:
         slurm = scripts.config.slurm
-        tasks = ("rollouts", "spares") if kind == ROLLOUT else ()
+        of_kind = {ROLLOUT: ("rollouts", "spares"), TRAINER: ("trainer_spares",)}
+        tasks = of_kind.get(kind, ())
         keys = ("partition", "account", "time", "gpus", "cpus", "mem", "extra", *tasks)
         asked = {key: value for key in keys if (value := getattr(slurm, key))}
         said = ", ".join(f"slurm.{key} = {value!r}" for key, value in asked.items())
@@ -231,12 +233,13 @@ def _job_lines(scripts: JobScripts) -> list[str]:
     gpus = f", {_format_count(slurm.gpus, 'GPU')}" if slurm.gpus else ""
     replicas = f", {_format_count(c.replicas_on(0), 'replica')}" if c.replicas_on(0) else ""
     lines = [f"service    1 machine{gpus}: coordinator, store, trainer{replicas}"]
-    if slurm.rollouts:
-        all_, own = slurm.rollouts + slurm.spares, _format_count(c.rollout.replicas, "replica")
-        what = f"{slurm.rollouts} of {all_} machines at a time" if slurm.spares else ""
-        what = what or _format_count(slurm.rollouts, "machine")
-        lines.append(f"rollout    {what}{gpus}: {own} each, once the service has started")
-    machines = 1 + slurm.rollouts
+    each = {TRAINER: (c.trainer.ranks, "rank"), ROLLOUT: (c.rollout.replicas, "replica")}
+    for kind, array in scripts.arrays.items():
+        all_, own = array.machines + array.spares, _format_count(*each[kind])
+        what = f"{array.machines} of {all_} machines at a time" if array.spares else ""
+        what = what or _format_count(array.machines, "machine")
+        lines.append(f"{kind:10} {what}{gpus}: {own} each, once the service has started")
+    machines = 1 + sum(array.machines for array in scripts.arrays.values())
     if slurm.gpus:
         hours = (slurm_seconds(slurm.time) or 0) / 3600 if slurm.time else 0
         until = f", {machines * slurm.gpus * hours:,.0f} GPU-hours" if hours else ""
@@ -252,17 +255,16 @@ def _job_lines(scripts: JobScripts) -> list[str]:
 def _format_scripts(scripts: JobScripts) -> Iterator[str]:
     """Yield the scripts as they would be written."""
     yield from ["", f"# {scripts.get_path(SERVICE)}", scripts.service]
-    if scripts.config.slurm.rollouts:
-        yield from [f"# {scripts.get_path(ROLLOUT)}", scripts.build_rollout("SERVICE")]
+    for kind in scripts.arrays:
+        yield from [f"# {scripts.get_path(kind)}", scripts.build_array(kind, "SERVICE")]
 
 
 def _queued_lines(scripts: JobScripts, jobs: Jobs) -> list[str]:
     """Return lines about the queued jobs, and the commands to follow or stop the run."""
-    slurm, run_dir = scripts.config.slurm, scripts.run_dir
-    array = f"_[1-{slurm.rollouts + slurm.spares}%{slurm.rollouts}]"
-    rollouts = [f"rollout {job}{array}" for job in jobs.rollouts]
+    run_dir, arrays = scripts.run_dir, scripts.arrays.items()
+    queued = [f"{k} {job}_[{a.tasks}]" for job, (k, a) in zip(jobs.arrays, arrays, strict=True)]
     return [
-        f"queued     {', '.join([f'service {jobs.service}', *rollouts])}",
+        f"queued     {', '.join([f'service {jobs.service}', *queued])}",
         f"scripts    {run_dir / SLURM_DIR}/*.sbatch; what they print: "
         f"{run_dir / LOGS_DIR / SLURM_DIR}",
         f"look at    {shell_command('ps', run_dir)}; {shell_command('tail', '-f', run_dir)}",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar.cluster.job_scripts import ROLLOUT, SERVICE, scripts_of
+from laminar.cluster.job_scripts import SERVICE, scripts_of
 from laminar.cluster.slurm import (
     Jobs,
     cancel_jobs,
@@ -93,10 +93,13 @@ class JobChain:
 
     def _take_over(self, former: Jobs) -> Jobs:
         """Take the turn after these jobs, and cancel their nodes."""
-        jobs = Jobs(service=self._own, rollouts=former.next[1:], before=former.before + 1)
+        split = 2 if self._config.trainer.nodes > 1 else 1
+        trainers, rollouts = former.next[1:split], former.next[split:]
+        before = former.before + 1
+        jobs = Jobs(service=self._own, trainers=trainers, rollouts=rollouts, before=before)
         write_jobs(self._run_dir, jobs)
-        if former.rollouts and list_queued(former.rollouts):
-            cancel_jobs(former.rollouts)
+        if former.arrays and list_queued(former.arrays):
+            cancel_jobs(former.arrays)
         return jobs
 
     def _enqueue_next(self, jobs: Jobs) -> Jobs:
@@ -105,9 +108,9 @@ class JobChain:
         follows = f"--dependency=afternotok:{self._own}"
         self._next = [enqueue_script(scripts.get_path(SERVICE), follows)]
         try:
-            if self._config.slurm.rollouts:
-                after = f"--dependency=after:{self.successor}"
-                self._next.append(enqueue_script(scripts.get_path(ROLLOUT), after))
+            after = f"--dependency=after:{self.successor}"
+            for kind in scripts.arrays:
+                self._next.append(enqueue_script(scripts.get_path(kind), after))
             jobs = msgspec.structs.replace(jobs, next=self._next)
             write_jobs(self._run_dir, jobs)
         except BaseException:

@@ -1,13 +1,14 @@
 """Batch scripts of a run on Slurm: the resources of each job, and the one command that it runs.
 
 Reads   [slurm] of the config
-Gives   JobScripts, with readable texts: RUN/slurm/service.sbatch, RUN/slurm/rollout.sbatch
+Gives   JobScripts, with readable texts: RUN/slurm/service.sbatch, trainer.sbatch, rollout.sbatch
 Raises  ConfigError for a run directory that no script can name
 
-One job has the coordinator, the store and the trainer. Each rollout machine is a task of a job
-array, so that Slurm replaces one without affecting another: at most slurm.rollouts tasks run at a
-time, and slurm.spares more wait for a place. The command is started with `exec`, because Slurm
-signals only the process that it started: that process then starts all others and ends last.
+One job has the coordinator, the store and the first node of the trainer. Each further trainer node,
+and each rollout machine, is a task of a job array, so that Slurm replaces one without affecting
+another: as many as the run needs at a time, while spares wait for a place. The command is started
+with `exec`, because Slurm signals only the process that it started: that process then starts all
+others and ends last.
 """
 
 from __future__ import annotations
@@ -17,14 +18,28 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from laminar.config import Config, ConfigError
 from laminar.run.command_line import NAME, own_program
 from laminar.run.directory import LOGS_DIR, SLURM_DIR
 
-SERVICE, ROLLOUT = "service", "rollout"
+SERVICE, TRAINER, ROLLOUT = "service", "trainer", "rollout"
 _UNQUOTED = re.compile(r"[\w./,:=@+-]+", re.ASCII)
 """Characters that a line of #SBATCH takes literally; % would be replaced, others end a word."""
+
+
+class JobArray(NamedTuple):
+    """Machines of one kind, a task each."""
+
+    machines: int  #: that run at a time
+    spares: int
+    runs: str  #: on each machine
+    option: str  #: of `laminar serve`, before the number of a machine
+
+    @property
+    def tasks(self) -> str:
+        return f"1-{self.machines + self.spares}%{self.machines}"
 
 
 @dataclass(frozen=True)
@@ -37,17 +52,29 @@ class JobScripts:
     @property
     def service(self) -> str:
         c = self.config
-        runs = f"coordinator, store, trainer{_and_replicas(c.replicas_on(0))}"
+        runs = f"coordinator, store, trainer{_and_some(c.replicas_on(0), 'replica')}"
         return self._build_script(SERVICE, runs, [], "%j", "")
 
-    def build_rollout(self, service_job: str = "") -> str:
-        """Return the rollout script; it starts only after `service_job`, if given."""
-        slurm = self.config.slurm
-        options = [f"--array=1-{slurm.rollouts + slurm.spares}%{slurm.rollouts}"]
+    @property
+    def arrays(self) -> dict[str, JobArray]:
+        """Job arrays of the run, by kind."""
+        slurm, trainer = self.config.slurm, self.config.trainer
+        replicas = _and_some(self.config.rollout.replicas, "replica")
+        ranks = f"trainer{_and_some(trainer.ranks, 'rank')}"
+        found = {
+            TRAINER: JobArray(trainer.nodes - 1, slurm.trainer_spares, ranks, "--trainer-node"),
+            ROLLOUT: JobArray(slurm.rollouts, slurm.spares, f"relay{replicas}", "--node"),
+        }
+        return {kind: array for kind, array in found.items() if array.machines}
+
+    def build_array(self, kind: str, service_job: str = "") -> str:
+        """Return the script of an array; it starts only after `service_job`, if given."""
+        array = self.arrays[kind]
+        options = [f"--array={array.tasks}"]
         if service_job:
             options.append(f"--dependency=after:{service_job}")
-        runs = f"relay{_and_replicas(self.config.rollout.replicas)}"
-        return self._build_script(ROLLOUT, runs, options, "%A_%a", ' --node "$SLURM_ARRAY_TASK_ID"')
+        node = f' {array.option} "$SLURM_ARRAY_TASK_ID"'
+        return self._build_script(kind, array.runs, options, "%A_%a", node)
 
     def get_path(self, kind: str) -> Path:
         return self.run_dir / SLURM_DIR / f"{kind}.sbatch"
@@ -118,5 +145,5 @@ def scripts_of(config: Config, run_dir: Path) -> JobScripts:
     return JobScripts(config, absolute)
 
 
-def _and_replicas(count: int) -> str:
-    return f", {count} replica{'' if count == 1 else 's'}" if count else ""
+def _and_some(count: int, what: str) -> str:
+    return f", {count} {what}{'' if count == 1 else 's'}" if count else ""

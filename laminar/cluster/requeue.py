@@ -59,7 +59,7 @@ class SlurmJob:
             self._chain.take_turn()
             return
         jobs = read_jobs(self._run_dir) if self._restarts else None
-        for array in jobs.rollouts if jobs is not None else ():
+        for array in jobs.arrays if jobs is not None else ():
             self._run_scontrol("release", array)
 
     def service_ended(self, code: int, signalled: str) -> None:
@@ -82,11 +82,11 @@ class SlurmJob:
         else:
             self._note(f"`{shell_command('submit', '--resume', self._run_dir)}` resumes it")
         jobs = read_jobs(self._run_dir)
-        if jobs is not None and jobs.rollouts:
+        if jobs is not None and jobs.arrays:
             try:
-                self._take_out(jobs.rollouts)
+                self._take_out(jobs.arrays)
             except ConfigError as error:
-                self._note(f"jobs {' '.join(jobs.rollouts)} may still be in the queue: {error}")
+                self._note(f"jobs {' '.join(jobs.arrays)} may still be in the queue: {error}")
 
     def node_paused(self) -> None:
         """Requeue and hold this node's job after a pause of the run."""

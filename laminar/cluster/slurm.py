@@ -44,14 +44,19 @@ class Jobs(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs that `laminar submit` queued for the present attempt of a run."""
 
     service: str  #: coordinator, store and trainer
-    rollouts: list[str] = []  #: job arrays, one task for each machine
+    trainers: list[str] = []  #: job arrays of further trainer nodes, one task for each machine
+    rollouts: list[str] = []  #: those of rollout machines
     tasks: int = 0  #: highest task number; 0: that of the first array, per config
-    next: list[str] = []  #: for slurm.chain: the succeeding service, and its array
+    next: list[str] = []  #: for slurm.chain: the succeeding service, and its arrays
     before: int = 0  #: number of services of the chain before this one
 
     @property
+    def arrays(self) -> list[str]:
+        return [*self.trainers, *self.rollouts]
+
+    @property
     def ids(self) -> list[str]:
-        return [self.service, *self.rollouts, *self.next]
+        return [self.service, *self.arrays, *self.next]
 
 
 def run_slurm(program: str, *words: str, text: str = "") -> str:

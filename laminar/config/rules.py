@@ -147,10 +147,16 @@ def _check_machines(c: Config) -> None:
             f"slurm.spares = {asked.spares}, but slurm.rollouts = 0: spares replace rollout "
             "machines; give some, or no spares"
         )
+    if asked.trainer_spares and c.trainer.nodes == 1:
+        raise ConfigError(
+            f"slurm.trainer_spares = {asked.trainer_spares}, but trainer.nodes = 1: these spares "
+            "replace trainer nodes after the first; give some, or no spares"
+        )
     if 0 < asked.gpus < c.trainer.ranks:
         raise ConfigError(
             f"trainer.ranks = {c.trainer.ranks} exceeds slurm.gpus = {asked.gpus}, and all ranks "
-            "are on one machine, each with its GPU: raise one or lower the other"
+            "of a trainer node are on one machine, each with its GPU: raise one, or lower the "
+            "other and give more trainer.nodes"
         )
     if (tasks := asked.rollouts + asked.spares) > MACHINES_MAX:
         raise ConfigError(

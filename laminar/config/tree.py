@@ -322,9 +322,12 @@ class SlurmConfig(Section, frozen=True, kw_only=True):
         doc("whether the run has its machines to itself; auto: with GPUs"),
     ] = "auto"
     rollouts: Annotated[
-        Natural, Meta(le=253), doc("machines in addition to the one with store and trainer")
+        Natural, Meta(le=253), doc("machines in addition to those with store and trainer")
     ] = 0
-    spares: Annotated[Natural, doc("queued machines that replace lost ones")] = 0
+    spares: Annotated[Natural, doc("queued machines that replace lost rollout machines")] = 0
+    trainer_spares: Annotated[
+        Natural, Meta(le=64), doc("queued machines that replace lost ones of trainer.nodes")
+    ] = 0
     setup: Annotated[str, doc("shell lines before Laminar starts: modules, an environment")] = ""
     launch: Annotated[str, doc("a program that starts Laminar: apptainer exec --nv IMAGE")] = ""
     extra: Annotated[list[str], doc('further options of sbatch: ["--qos=long"]')] = []

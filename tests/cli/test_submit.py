@@ -72,7 +72,7 @@ def scripts(*overrides: str) -> JobScripts:
 def test_the_scripts_are_for_people_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the plan's first reader looks at them: they are a page of this project."""
     given = scripts("slurm.setup=source /shared/me/venv/bin/activate", "slurm.spares=1")
-    golden_pages.check("submit", f"{given.service}\n{given.build_rollout('81234')}")
+    golden_pages.check("submit", f"{given.service}\n{given.build_array('rollout', '81234')}")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_what_is_asked_of_a_machine_follows_the_settings() -> None:
     shared = scripts("slurm.exclusive=no", "slurm.cpus=8", "slurm.mem=64G", "slurm.extra=[--qos=q]")
     assert "--exclusive" not in shared.service
     for option in ("--cpus-per-task=8", "--mem=64G", "--qos=q"):
-        assert f"#SBATCH {option}\n" in shared.service and option in shared.build_rollout()
+        assert f"#SBATCH {option}\n" in shared.service and option in shared.build_array("rollout")
     assert "exec apptainer exec --nv i.sif laminar serve /" in (
         scripts("slurm.launch=apptainer exec --nv i.sif").service
     )
@@ -141,6 +141,25 @@ def test_the_service_is_queued_and_then_the_rollouts_after_it(
     assert (config.coordinator.host, config.run.nodes) == ("auto", 5)
     assert (place / "logs" / "slurm").is_dir()
     assert (place / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_further_nodes_of_the_trainer_are_an_array(
+    calls: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are counted, and the run waits for them as long as for machines in the queue."""
+    asked = ["trainer.nodes=3", "trainer.ranks=8", "slurm.trainer_spares=1", "slurm.rollouts=2"]
+    asked += ["slurm.gpus=8", "slurm.time=10:00:00", "run.name=run", f"run.output_dir={tmp_path}"]
+    assert run_command(["submit", "-c", "configs/recipes/words/run.toml", *asked]) == 0
+    out, place = capsys.readouterr().out, tmp_path / "run"
+    assert "\ntrainer    2 of 3 machines at a time, 8 GPUs: 8 ranks each" in out
+    assert "40 GPUs at a time, 400 GPU-hours" in out
+    assert "queued     service 104, trainer 105_[1-3%2], rollout 106_[1-2%2]" in out
+    assert read_jobs(place) == Jobs(service="104", trainers=["105"], rollouts=["106"])
+    assert calls.read_text().count("--test-only") == 3
+    script = (place / "slurm" / "trainer.sbatch").read_text()
+    assert "--dependency=after:104\n" in script and "# trainer, 8 ranks; written" in script
+    assert f'serve {place} --trainer-node "$SLURM_ARRAY_TASK_ID"' in script
+    assert run_config(place).coordinator.start_timeout_s == 86_400
 
 
 def test_print_shows_the_scripts_and_asks_nothing(

@@ -123,6 +123,9 @@ def test_a_task_of_a_paused_run_is_held_until_the_next_service_releases_it(slurm
     slurm.job(SERVICE).handle_service_start()
     slurm.job(SERVICE, restarts=1).handle_service_start()
     assert slurm.called == ["scontrol requeuehold 71_2", "scontrol release 71"]
+    write_jobs(slurm.run_dir, Jobs(service="70", trainers=["72"], rollouts=["71"]))
+    slurm.job(SERVICE, restarts=1).handle_service_start()
+    assert slurm.called[2:] == ["scontrol release 72", "scontrol release 71"]
 
 
 @pytest.mark.parametrize(("pause", "how"), [("", "requeue"), ("pausing", "requeuehold")])
@@ -166,6 +169,16 @@ def test_each_service_of_a_chain_queues_its_successor(
     assert second == ["scancel 71", service.format("1"), rollout.format("3")]
     assert read_jobs(slurm.run_dir) == Jobs(service="1", rollouts=["2"], next=["3", "4"], before=1)
     assert slurm.said[-1] == "slurm.chain: job 3 continues when this one ends"
+
+
+def test_a_chain_has_an_array_of_trainer_nodes_for_each_turn(slurm: Slurm) -> None:
+    words = [CHAIN, "slurm.rollouts=2", "trainer.nodes=2"]
+    assert [line.rpartition("/")[2] for line in turns(slurm, slurm.job(SERVICE, *words))] == [
+        "service.sbatch", "trainer.sbatch", "rollout.sbatch",
+    ]  # fmt: skip
+    slurm.job({"SLURM_JOB_ID": "1"}, *words).handle_service_start()
+    later = Jobs(service="1", trainers=["2"], rollouts=["3"], next=["4", "5", "6"], before=1)
+    assert read_jobs(slurm.run_dir) == later
 
 
 def test_a_service_of_a_chain_that_slurm_ends_leaves_its_successor(slurm: Slurm) -> None:
