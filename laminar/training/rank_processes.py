@@ -242,7 +242,7 @@ class RankProcesses:
         """Wait until every process of a former trainer is gone."""
         self._lock = open_private(path)
         say_at: float = time.monotonic() + LOCK_QUIET_S
-        while not try_lock(self._lock, fcntl.LOCK_EX):
+        while not self._closing and not try_lock(self._lock, fcntl.LOCK_EX):
             now, who = time.monotonic(), path.read_text().partition("\n")[0] or "unknown"
             if now > deadline:
                 dead = _describe_dead_ranks(path, who)
@@ -254,6 +254,8 @@ class RankProcesses:
                 say_at = deadline + 1.0  # say it once
                 self.say(f"waiting for ranks of the former trainer to end (pids {who})")
             await asyncio.sleep(LOCK_POLL_S)
+        if self._closing:
+            raise RankError("the ranks were ended before they had started")
         self.former_hosts = path.read_text().splitlines()[1:]
 
     async def _await_ranks(self, deadline: float) -> None:
