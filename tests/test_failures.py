@@ -31,6 +31,8 @@ def ends(name: str, *, machines: int = 2, save_freq: int = 20) -> bool:
     """Whether the run ends, or has failed, when this process is lost and does not come back."""
     sessions = {"max_sessions": 99} if name.startswith(Role.AGENT) else {}
     bench = start_bench(sessions, nodes=machines, max_staleness=1, save_freq=save_freq)
+    if name.startswith(Role.RANKS):
+        bench.join(name)
     if name.startswith("node-"):
         bench.silent(name)
     else:

@@ -83,7 +83,7 @@ class LinkEnded(Exception):
 
 
 class _Stream:
-    """One end of a link: messages to send, cut into parts, and received parts, joined."""
+    """An end of a link: messages to send, cut into parts, and received parts, joined."""
 
     def __init__(self, kind: Any, on_message: Callable[[Any], object]) -> None:
         self._decoder, self._on_message = msgspec.msgpack.Decoder(kind), on_message
@@ -317,7 +317,7 @@ class TrainerLinks:
         link = self._links.get(name)
         if link is None or link.session != poll.session:
             if link is not None:
-                link.end("it has begun anew")
+                link.end("it has started a new link")
             link = self._links[name] = _HostLink(poll, name)
             link.wake = self._wake
             self._changed.set()

@@ -113,10 +113,7 @@ class Trainer:
         files: ModelFiles,
         book: TrainingRecord,
     ) -> None:
-        """Create the actor.
-
-        `attach`: maps the arena of this machine's relay. `files`: of the learner's model.
-        """
+        """Create the actor; `attach`: maps its relay's arena, `files`: of the learner's model."""
         self.host, self.config = host, host.config
         self.learner, self.book = learner, book
         self._attach, self._files = attach, files

@@ -98,7 +98,8 @@ class Critic:
         unmasked = select_unmasked(samples, algorithm.truncated)
         before = {s.sample_id: s.values for s in unmasked}
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._build_passes(unmasked):
+        passes = self._build_passes(unmasked)
+        for i, micro in enumerate(passes):
             values = self.model.values(micro.rows, self._compute)
             losses, clipped = value_losses(
                 values,
@@ -110,7 +111,7 @@ class Critic:
                 algorithm.loss_agg_mode, micro.lengths, counts, self.config.data.max_response_length
             ) * (not micro.empty)
             loss = (coefficients * losses).sum()
-            torch.autograd.backward(loss)
+            self.model.run_backward(loss, last=i == len(passes) - 1)
             if not micro.empty:
                 figures = (loss.detach(), clipped.sum(), values.detach().sum(), len(losses))
                 sums += torch.tensor([float(figure) for figure in figures], dtype=torch.float64)

@@ -223,21 +223,32 @@ class RankWorker:
             case ScoreOrder(sequences):
                 return self.learner.compute_logprobs(sequences)
             case CopyOrder():
-                return self._copy()
+                return self._copy() if self._has_rows else None
             case PutWeightsOrder(target, copied):
                 self._reached("rank-fill")
+                if not self._has_rows:
+                    return None
                 rows = self._copied[MODEL_FILE].items() if copied else self._iter_weight_rows()
                 return self._put(target, ((name, r.first, r.data) for name, r in rows))
             case WriteFilesOrder(directory, copied):
                 self._reached("rank-write")
+                if not self._has_rows:
+                    return {}
                 write, files = shared_safetensors.write_rows, self.plan_files(copied=copied)
                 return {n: write(Path(directory, n), *files[n], self._rank) for n in files}
             case RestoreOrder(directory):
                 return checkpoint.restore_checkpoint(Path(directory), self.learner)
             case ReloadOrder(directory):
+                if self.learner.policy.base and not self._has_rows:
+                    return None  # the first node reads and compares
                 if self.learner.policy.base:
                     return checkpoint.read_back(Path(directory), self.learner)
                 return replace_weights(self.learner, lambda: self._load_policy(directory))
+
+    @property
+    def _has_rows(self) -> bool:
+        """Whether weights and files get rows from this rank; else another node has the same."""
+        return self.learner.ranks.reads_files
 
     def plan_files(self, *, copied: bool) -> dict[str, tuple[TensorLayouts, FoundRows]]:
         """Return for each file of a directory its tensors, and this rank's rows of them."""

@@ -131,7 +131,7 @@ def accumulate_gradient(
         with counted, torch.set_grad_enabled(i < mini.gradient_passes):
             found = compute_objective(policy, reference, micro, proximal, mini.counts, config)
         if i < mini.gradient_passes:
-            torch.autograd.backward(found.loss)
+            policy.run_backward(found.loss, last=i == mini.gradient_passes - 1)
         scores.append(found.scores)
         figures.add(micro, found.figures)
         kl_loss = 0.0 if found.kl_loss is None else float(found.kl_loss)

@@ -37,7 +37,7 @@ import msgspec
 from laminar.config import Config, ConfigError
 from laminar.names.process_end import describe_exit
 from laminar.run.child_channel import Channel, ChildLost, Ready
-from laminar.run.child_process import Child, print_output, spawn_child
+from laminar.run.child_process import Child, Spawned, print_output, spawn_child
 from laminar.run.lock import describe_dead_owner, try_lock
 from laminar.run.permissions import open_private
 from laminar.training.rank_store import StoreForward, StoreReply, StoreRequest, StoreTable, Submit
@@ -155,8 +155,8 @@ class RankProcesses:
         self._start_s = config.coordinator.start_timeout_s
         self._lease_s = config.coordinator.node_lease_ms / 1000
         self._program, self._lock_path = program, lock
-        self._tell_lost, self.say = lost, say
-        self._numbers, self._hosts = range(1, self.size) if numbers is None else numbers, hosts
+        self._tell_lost, self.say, self._hosts = lost, say, hosts
+        self._numbers = range(1, self.size) if numbers is None else numbers
         self.submit: Submit = submit or StoreTable().submit
         self._ranks: list[_Rank] = []
         self._members: list[Member] = []
@@ -242,7 +242,7 @@ class RankProcesses:
         """Wait until every process of a former trainer is gone."""
         self._lock = open_private(path)
         say_at: float = time.monotonic() + LOCK_QUIET_S
-        while not try_lock(self._lock, fcntl.LOCK_EX):
+        while not self._closing and not try_lock(self._lock, fcntl.LOCK_EX):
             now, who = time.monotonic(), path.read_text().partition("\n")[0] or "unknown"
             if now > deadline:
                 dead = _describe_dead_ranks(path, who)
@@ -254,6 +254,8 @@ class RankProcesses:
                 say_at = deadline + 1.0  # say it once
                 self.say(f"waiting for ranks of the former trainer to end (pids {who})")
             await asyncio.sleep(LOCK_POLL_S)
+        if self._closing:
+            raise RankError("the ranks were ended before they had started")
         self.former_hosts = path.read_text().splitlines()[1:]
 
     async def _await_ranks(self, deadline: float) -> None:
@@ -302,15 +304,7 @@ class RankProcesses:
             )
         finally:
             os.close(their_beats)
-        rank = _Rank(
-            spawned,
-            Answer,
-            on_message=lambda answer: self.handle_answer(rank, answer),
-            on_output=print_output,
-            bytes_max=ORDER_BYTES_MAX,
-        )
-        rank.number, rank.beats, rank.waiting = number, beats, {}
-        rank.name = f"rank {number} of the trainer"
+        rank = _Rank(spawned, number, beats, self.handle_answer)
         rank.channel.ended.add_done_callback(partial(self._handle_end, rank))
         self._ranks.append(rank)
         self._members.append(rank)
@@ -386,11 +380,24 @@ class RankProcesses:
 class _Rank(Child):
     """A rank of this machine, as its starter sees it."""
 
-    name: str
-    number: int
-    beats: int  #: the read end of its heartbeats
-    silent_s = 0.0
-    waiting: dict[int, asyncio.Future[tuple[bytes, ...]]]
+    def __init__(
+        self,
+        spawned: Spawned,
+        number: int,
+        beats: int,
+        handle_answer: Callable[[Member, Answer], None],
+    ) -> None:
+        """Set up; `beats`: the read end of its heartbeats."""
+        super().__init__(
+            spawned,
+            Answer,
+            on_message=lambda answer: handle_answer(self, answer),
+            on_output=print_output,
+            bytes_max=ORDER_BYTES_MAX,
+        )
+        self.name, self.number, self.beats = f"rank {number} of the trainer", number, beats
+        self.silent_s = 0.0
+        self.waiting: dict[int, asyncio.Future[tuple[bytes, ...]]] = {}
 
     def send(self, message: Any) -> None:
         self.channel.send(message)

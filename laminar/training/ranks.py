@@ -1,6 +1,6 @@
 """The processes that train one model together: assignment of rows, and sums over all ranks.
 
-Gives   Ranks; SINGLE_RANK, a trainer of one process
+Gives   RankLayout, Ranks; SINGLE_RANK, a trainer of one process
 Raises  errors of torch.distributed if another rank is gone or late
 
 Every rank gets the whole batch and takes whole sequences of it, so that decisions made from the
@@ -8,6 +8,10 @@ batch are the same everywhere, and results of the model are summed. Shares depen
 alone: each rank knows those of the others without communication. A sharded model needs all ranks
 in every pass, so all have the same number of passes; a rank without sequences left runs an empty
 one. A trainer of one process has all sequences, and does not use torch.distributed.
+
+Ranks of several nodes form a grid: a row is a node, a column has the ranks at the same place of
+each. If each node has the whole model, only gradients travel along the columns. In any layout the
+first node alone writes weights and files.
 """
 
 from __future__ import annotations
@@ -42,6 +46,11 @@ class RankLayout(NamedTuple):
     @property
     def size(self) -> int:
         return self.nodes * self.ranks
+
+    @property
+    def replicates(self) -> bool:
+        """Whether several nodes have the whole model each."""
+        return self.nodes > 1 and self.shard == "node"
 
     @staticmethod
     def from_config(config: Config) -> RankLayout:
@@ -97,6 +106,14 @@ class Rendezvous(NamedTuple):
     interface: str = "lo"  #: network of the ranks, unless the user's variables name another
 
 
+class NodeGroups(NamedTuple):
+    """Groups of a rank if there are several nodes."""
+
+    row: dist.ProcessGroup  #: ranks of its node
+    column: dist.ProcessGroup  #: ranks at its place of each node
+    copies: dist.ProcessGroup  #: the same, for what is sent while the model is trained
+
+
 class Ranks:
     """The group as seen by one of its ranks."""
 
@@ -106,13 +123,24 @@ class Ranks:
         size: int = 1,
         group: dist.ProcessGroup | None = None,
         layout: RankLayout | None = None,
+        parts: NodeGroups | None = None,
     ) -> None:
         """Set the rank up; `group`: of all `size` ranks, optional for one rank without offload.
 
-        `layout`: of the same size; without it, all ranks are on one node."""
+        `layout`: of the same size; without it, all ranks are on one node. `parts`: if there are
+        several."""
         self.rank, self.size = rank, size
-        self._group = group
+        self._group, self.parts = group, parts
         self.layout = layout or RankLayout(1, size, "node")
+
+    @property
+    def on_first_node(self) -> bool:
+        return self.rank < self.layout.ranks
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether this rank reads its rows from files, not from the first node."""
+        return self.on_first_node or not self.layout.replicates
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace the tensor by the sum over all ranks, and return it."""
@@ -120,9 +148,24 @@ class Ranks:
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
+    def share_rows(self, rows: Tensor) -> None:
+        """Replace rows by those of the first node if every node has the whole model."""
+        if self.layout.replicates and rows.numel():
+            assert self.parts is not None
+            sent = rows.contiguous()
+            dist.broadcast(sent, group_src=0, group=self.parts.column)
+            if sent is not rows:
+                rows.copy_(sent)
+
     def build_mesh(self, device: torch.device) -> DeviceMesh:
+        """Build the mesh of a sharded model: its last dimension has the shards."""
         assert self._group is not None
-        return DeviceMesh.from_group(self._group, device.type)
+        if not self.layout.replicates:
+            return DeviceMesh.from_group(self._group, device.type)
+        assert self.parts is not None
+        grid = torch.arange(self.size).view(self.layout.nodes, self.layout.ranks)
+        groups, names = [self.parts.column, self.parts.row], ("nodes", "ranks")
+        return DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=names)
 
 
 SINGLE_RANK = Ranks()
@@ -149,11 +192,30 @@ def join_rank_group(
     """
     for name in INTERFACE_VARIABLES:
         os.environ.setdefault(name, meeting.interface)
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=meeting.store,
         rank=rank,
         world_size=layout.size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
-    return Ranks(rank, layout.size, dist.group.WORLD, layout)
+    parts = form_node_groups(rank, layout, timeout)
+    return Ranks(rank, layout.size, dist.group.WORLD, layout, parts)
+
+
+def form_node_groups(rank: int, layout: RankLayout, timeout: timedelta) -> NodeGroups | None:
+    """Form the groups of all rows and columns, which every rank does; return those of this rank.
+
+    None: there is a single node, or the rank is not in the layout."""
+    if layout.nodes == 1:
+        return None
+    every = range(layout.size)
+    rows = [every[i : i + layout.ranks] for i in every[:: layout.ranks]]
+    columns = [every[i :: layout.ranks] for i in every[: layout.ranks]]
+    made = [dist.new_group(list(members), timeout=timeout) for members in rows + 2 * columns]
+    if rank not in every:
+        return None
+    node, place = divmod(rank, layout.ranks)
+    copies = made[layout.nodes + layout.ranks :]
+    return NodeGroups(made[node], made[layout.nodes + place], copies[place])

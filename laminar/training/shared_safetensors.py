@@ -43,7 +43,8 @@ def rows_of(tensor: Tensor) -> Rows:
     if not isinstance(tensor, DTensor):
         return Rows(shape, 0, tensor.detach(), replicated=True)
     mesh = tensor.device_mesh
-    first, _ = get_row_range(shape[0], mesh.get_local_rank(), mesh.size())
+    shards = mesh.ndim - 1  # the dimension before it, if any, has nodes with equal rows
+    first, _ = get_row_range(shape[0], mesh.get_local_rank(shards), mesh.size(shards))
     with torch.no_grad():
         return Rows(shape, first, tensor.to_local())
 

@@ -88,7 +88,7 @@ class Sampler:
         roles = {actor.role for actor in state.members.actors.values()}
         if Role.AGENT in roles and self._left[f"{kind} with hosts"]:
             kind = f"{kind} with hosts"
-        elif kind == Phase.STARTING and roles >= {*ACTOR_ROLES} - {Role.AGENT}:
+        elif kind == Phase.STARTING and roles >= {*ACTOR_ROLES} - {Role.AGENT, Role.RANKS}:
             kind = "joined"
         elif "load" in orders.commands or "repeat" in orders.commands:
             kind = "loading" if "load" in orders.commands else "repeating"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from laminar.training.model.packing import build_passes
-from laminar.training.ranks import Ranks, assign_sequences
+from laminar.training.ranks import RankLayout, Ranks, assign_sequences
 from tools.kit import rank_cases
 from tools.kit.extras import needs_peft
-from tools.kit.rank_cases import CPU, make_samples
+from tools.kit.rank_cases import CPU, LAYOUTS, make_samples
 from tools.kit.rank_group import RankGroup
 
 LIMIT = 1e-12  #: of two ways to add up the same numbers in float64
@@ -46,7 +46,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"offload": True, "tied": False},
     ),
     "offload": (KL | {"trainer.activation_checkpointing": "on"}, {}, {"offload": True}),
+    "several passes": ({"trainer.micro_batch_tokens": 12}, {}, {}),
 }
+HSDP, FULL = RankLayout(2, 2, "node"), RankLayout(2, 2, "all")
+QUICK: tuple[int | RankLayout, ...] = (3, HSDP)
+MORE: tuple[int | RankLayout, ...] = (1, 2, 4, *LAYOUTS)
 
 
 def flat(gradient: dict[str, Any]) -> Any:
@@ -66,7 +70,9 @@ def _of_kind(gradient: dict[str, Any], kind: str) -> Any:
     return flat({n: tensor for n, tensor in gradient.items() if n.rpartition("/")[0] == kind})
 
 
-def step_of(name: str, ranks: RankGroup | None, size: int = 1, planted: str = "") -> Any:
+def step_of(
+    name: str, ranks: RankGroup | None, size: int | RankLayout = 1, planted: str = ""
+) -> Any:
     settings, rows, options = CASES[name]
     samples = make_samples(**rows)
     if ranks is None:
@@ -74,12 +80,12 @@ def step_of(name: str, ranks: RankGroup | None, size: int = 1, planted: str = ""
     return ranks.call(size, "gradient", settings, samples, planted=planted, **options)
 
 
-@pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.long)])
+@pytest.mark.parametrize("sizes", [QUICK, pytest.param(MORE, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[needs_peft] if "adapters" in n else []) for n in CASES]
 )
 def test_ranks_have_the_gradient_and_the_figures_of_one_process(
-    name: str, sizes: tuple[int, ...], ranks: RankGroup
+    name: str, sizes: tuple[int | RankLayout, ...], ranks: RankGroup
 ) -> None:
     result, gradient = step_of(name, None)
     assert result.changed and np.linalg.norm(flat(gradient)) > 0
@@ -95,19 +101,39 @@ def test_ranks_have_the_gradient_and_the_figures_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("planted", "name"),
+    ("planted", "name", "size"),
     [
-        ("averaged", "tied"),
-        ("counts of a rank", "tied"),
-        ("values of a rank", "critic, mini-batches, masked, empty passes"),
+        ("averaged", "tied", 2),
+        ("averaged", "tied", HSDP),
+        ("counts of a rank", "tied", 2),
+        ("values of a rank", "critic, mini-batches, masked, empty passes", 2),
+        ("gradient of a node", "tied", HSDP),
+        ("gradient of a pass", "several passes", HSDP),
     ],
 )
 def test_a_gradient_that_depends_on_the_ranks_is_seen(
-    planted: str, name: str, ranks: RankGroup
+    planted: str, name: str, size: int | RankLayout, ranks: RankGroup
 ) -> None:
     _, gradient = step_of(name, None)
-    for _, found in step_of(name, ranks, 2, planted):
+    for _, found in step_of(name, ranks, size, planted):
         assert apart(found, gradient) > 0.01
+
+
+@pytest.mark.parametrize("more", [{}, MINI, PPO])
+def test_nodes_exchange_a_gradient_once_for_each_update(
+    more: dict[str, Any], ranks: RankGroup
+) -> None:
+    """However many passes it takes; a rank sends what it has of the model, padded."""
+    for budget in (1000, 12):
+        settings = more | {"trainer.micro_batch_tokens": budget}
+        for layout in (HSDP, RankLayout(4, 1, "node")):
+            found = ranks.call(layout, "count_exchanged", settings, make_samples())
+            if more is not MINI:  # else a rank has one row of each update
+                assert [passes > 1 for _, _, passes in found] == [budget == 12] * 4
+            model = sum(parameters for _, parameters, _ in found) // layout.nodes
+            sent = sum(elements for elements, _, _ in found) // layout.nodes
+            updates = 3 if more is MINI else 1
+            assert updates * model <= sent < 1.05 * updates * model
 
 
 def test_suspects_that_each_rank_finds_for_itself_are_seen(ranks: RankGroup) -> None:

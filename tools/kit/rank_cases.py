@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForTokenClassification
 
@@ -27,6 +28,7 @@ from laminar.config import Config, resolve_config
 from laminar.run.directory import RESUME_FILE
 from laminar.storage.rules import TokenSpan
 from laminar.training import distributed_learner
+from laminar.training import learner as learner_module
 from laminar.training.algorithms.loss_terms import BatchCounts
 from laminar.training.checkpoints import checkpoint
 from laminar.training.checkpoints.checkpoint import iter_moments
@@ -45,6 +47,7 @@ from laminar.training.ranks import (
     Ranks,
     Rendezvous,
     assign_sequences,
+    form_node_groups,
     join_rank_group,
 )
 from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
@@ -58,6 +61,9 @@ from laminar.weights.version.slot_writer import encode as encode_target
 VOCAB = 261
 PROBE = [[1, 2, 3, 4, 5], [200, 7, 260]]
 CPU = torch.device("cpu")
+GRIDS = ((2, 2), (4, 1), (3, 1))
+LAYOUTS = tuple(RankLayout(*grid, shard) for grid in GRIDS for shard in ("node", "all"))
+"""Layouts over several nodes, whose groups exist."""
 
 
 def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
@@ -66,14 +72,15 @@ def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection)
     file: Any = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
     join_rank_group(Rendezvous(file), rank, RankLayout(1, size, "node"), CPU, timeout_s)
     timeout = timedelta(seconds=timeout_s)
-    parts = {n: dist.new_group(list(range(n)), timeout) for n in range(1, size + 1)}
+    whole = {n: dist.new_group(list(range(n)), timeout) for n in range(1, size + 1)}
+    of_nodes = {layout: form_node_groups(rank, layout, timeout) for layout in LAYOUTS}
     while True:
         try:
-            wanted, function, args, kwargs = pipe.recv()
+            layout, function, args, kwargs = pipe.recv()
         except EOFError:
             return
-        ranks = Ranks(rank, wanted, parts[wanted])
         try:
+            ranks = Ranks(rank, layout.size, whole[layout.size], layout, of_nodes.get(layout))
             pipe.send((True, globals()[function](ranks, *args, **kwargs)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
@@ -257,6 +264,38 @@ def step_with_values(
     return result, found
 
 
+def count_exchanged(
+    ranks: Ranks, settings: dict[str, Any], samples: list[TrainSample]
+) -> tuple[int, int, int]:
+    """Run a step; return elements this rank exchanged with other nodes, parameters, and passes.
+
+    With a critic, the parameters are those of both models."""
+    assert ranks.parts is not None
+    column, exchanged, passes = ranks.parts.column, list[int](), list[int]()
+    all_reduce, accumulate = dist.all_reduce, learner_module.accumulate_gradient
+
+    def count_elements(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("group") is column:
+            exchanged.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    def count_passes(policy: Any, reference: Any, mini: Any, *args: Any) -> Any:
+        passes.append(mini.gradient_passes)
+        return accumulate(policy, reference, mini, *args)
+
+    options: dict[str, Any] = {"tied": True, "offload": False, "dtype": torch.float32}
+    learner = make_learner(ranks, make_config(settings), **options)
+    with (
+        replaced(dist, "all_reduce", count_elements),
+        replaced(learner_module, "accumulate_gradient", count_passes),
+    ):
+        learner.train_step(samples, 3)
+    critic = [learner.critic.model] if learner.critic is not None else []
+    parameters = [p for each in (learner.policy, *critic) for p in each.model.parameters()]
+    owned = sum(rows_of(p).data.numel() for p in parameters)
+    return sum(exchanged), owned, max(passes)
+
+
 # --- bugs that a test must see ----------------------------------------------------------------
 
 
@@ -387,9 +426,35 @@ def others_write_late() -> Iterator[None]:
         yield
 
 
+def gradient_of_a_node() -> Any:
+    """Sum the gradient over the ranks of each node, and never over nodes."""
+
+    def build(self: Ranks, device: torch.device) -> Any:
+        assert self.parts is not None
+        return DeviceMesh.from_group(self.parts.row, device.type)
+
+    return replaced(Ranks, "build_mesh", build)
+
+
+@contextmanager
+def gradient_of_a_pass() -> Iterator[None]:
+    """Sum the first pass over the nodes, instead of all at the last one."""
+    usual = ShardedPolicy.run_backward
+    policies = list[ShardedPolicy]()
+
+    def run_backward(self: ShardedPolicy, loss: Tensor, *, last: bool) -> None:
+        usual(self, loss, last=not policies)
+        policies.append(self)
+
+    with replaced(ShardedPolicy, "run_backward", run_backward):
+        yield
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     "": nothing,
     "averaged": averaged,
+    "gradient of a node": gradient_of_a_node,
+    "gradient of a pass": gradient_of_a_pass,
     "counts of a rank": counts_of_a_rank,
     "suspects of a rank": suspects_of_a_rank,
     "values of a rank": values_of_a_rank,

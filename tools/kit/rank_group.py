@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from laminar.training.ranks import RankLayout
+
 SIZE = 4
 ANSWER_S = 90.0  #: longer than the ranks wait for each other
 
@@ -37,10 +39,14 @@ class RankGroup:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def call(self, size: int, function: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the results of `function(ranks, ...)` on each of the first `size` ranks."""
+    def call(self, size: int | RankLayout, function: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return the results of `function(ranks, ...)` on each of the first `size` ranks.
+
+        `size`: of a single node, or a layout over several."""
+        layout = size if isinstance(size, RankLayout) else RankLayout(1, size, "node")
+        size = layout.size
         for pipe in self._pipes[:size]:
-            pipe.send((size, function, args, kwargs))
+            pipe.send((layout, function, args, kwargs))
         answers: list[Any] = []
         failed, silent = [], []
         for rank, pipe in enumerate(self._pipes[:size]):

@@ -76,10 +76,14 @@ class World(Actors):
             self.add_hosts()
 
     def add_hosts(self) -> None:
-        """Add a host of sessions to each machine."""
-        for node in [p.name for p in self.processes.values() if p.role == "node"]:
-            name = ids.actor_name("agent", node, 0)
-            self.processes[name] = Process(name, "agent", node)
+        """Add a host of sessions to each machine, and one more machine with a host of ranks."""
+        roles = {p.name: "agent" for p in self.processes.values() if p.role == "node"}
+        further = ids.trainer_node(1)
+        roles[further] = "ranks"
+        self.processes[further] = Process(further, "node", further)
+        for node, role in roles.items():
+            name = ids.actor_name(role, node, 0)
+            self.processes[name] = Process(name, role, node)
 
     @property
     def state(self) -> State:

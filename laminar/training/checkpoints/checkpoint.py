@@ -39,6 +39,7 @@ from laminar.training.model import lora
 from laminar.training.model.loading import copy_rows
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import get_base_rows, iter_weight_rows
+from laminar.training.ranks import SINGLE_RANK, Ranks
 from laminar.training.shared_safetensors import Rows, iter_rows, rows_of, sort_rows
 from laminar.training.trainer_state import CheckpointError, ForeignError, ResumeState
 
@@ -78,13 +79,15 @@ def verify_checkpoint(directory: Path) -> None:
 
 
 def restore_checkpoint(directory: Path, learner: Learner) -> ResumeState:
-    """Restore the learner, or this rank of it; only its rows of the files are read."""
+    """Restore the learner, or this rank of it; only its rows of the files are read.
+
+    If several nodes have the whole model, the first reads, and sends to the others."""
     try:
         found = trainer_state.decode((directory / RESUME_FILE).read_bytes())
         learner.restore_facts(found.learner)
         _load_policy(directory, learner)
         with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
-            restore_moments(learner.policy.model, learner.optimizer, file)
+            restore_moments(learner.policy.model, learner.optimizer, file, learner.ranks)
         if learner.critic is not None and found.learner.critic:
             _load_critic(directory, learner.critic)
     except (OSError, SafetensorError, CheckpointError) as error:
@@ -121,9 +124,9 @@ def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Rows]]]:
 
 
 def _load_critic(directory: Path, critic: Critic) -> None:
-    _load_tensors(directory, CRITIC_MODEL_FILE, get_base_rows(critic.model.model))
+    _load_tensors(directory, CRITIC_MODEL_FILE, get_base_rows(critic.model.model), critic.ranks)
     with safe_open(directory / CRITIC_OPTIMIZER_FILE, framework="pt") as file:
-        restore_moments(critic.model.model, critic.optimizer, file)
+        restore_moments(critic.model.model, critic.optimizer, file, critic.ranks)
 
 
 def _load_policy(directory: Path, learner: Learner) -> None:
@@ -131,17 +134,17 @@ def _load_policy(directory: Path, learner: Learner) -> None:
     weights = get_base_rows(model)
     if learner.policy.base:  # base of that digest; its file has the adapters merged
         name, weights = ADAPTER_FILE, dict(iter_rows(lora.file_tensors(model)))
-    _load_tensors(directory, name, weights)
+    _load_tensors(directory, name, weights, learner.ranks)
 
 
 @torch.no_grad()
-def _load_tensors(directory: Path, name: str, weights: Mapping[str, Rows]) -> None:
+def _load_tensors(directory: Path, name: str, weights: Mapping[str, Rows], ranks: Ranks) -> None:
     with safe_open(directory / name, framework="pt") as file:
         other = sorted(set(file.keys()) ^ weights.keys())
         if other:
             raise ForeignError(f"its {name} belongs to another model: {other[0]!r} differs")
         for key, rows in weights.items():
-            _load_rows(name, key, rows, file)
+            _load_rows(name, key, rows, file, ranks)
 
 
 def read_back(directory: Path, learner: Learner) -> None:
@@ -153,9 +156,9 @@ def read_back(directory: Path, learner: Learner) -> None:
                 raise CheckpointError(f"{name!r} in {directory} differs from what was written")
 
 
-def _load_rows(of: str, name: str, rows: Rows, file: Any) -> None:
+def _load_rows(of: str, name: str, rows: Rows, file: Any, ranks: Ranks) -> None:
     try:
-        copy_rows(name, rows, file.get_slice(name))
+        copy_rows(name, rows, file.get_slice(name), ranks)
     except ValueError as error:
         raise ForeignError(f"its {of} belongs to another model: {error}") from error
 
@@ -171,7 +174,9 @@ def iter_moments(
 
 
 @torch.no_grad()
-def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: Any) -> None:
+def restore_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, file: Any, ranks: Ranks = SINGLE_RANK
+) -> None:
     """Restore the optimizer's state from the file; a parameter not in it has had no update."""
     parameters = dict(model.named_parameters())
     found: dict[str, dict[str, Tensor]] = {}
@@ -185,7 +190,7 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, file: An
             state[kind] = file.get_tensor(key).to(parameter.device)
             continue
         state[kind] = torch.empty_like(parameter)
-        _load_rows(OPTIMIZER_FILE, key, rows_of(state[kind]), file)
+        _load_rows(OPTIMIZER_FILE, key, rows_of(state[kind]), file, ranks)
     torn = next((name for name, state in found.items() if len(state) != len(ADAM_STATE_KEYS)), "")
     if torn:
         raise ForeignError(f"its optimizer lacks a part of the state of {torn!r}")

@@ -8,6 +8,7 @@ Each rank has rows of every tensor (torch.chunk along the first dimension), and 
 while that layer computes. A whole model never exists here: the model is built on the meta device,
 sharded, and filled from slices of the files. Gradients are summed over the ranks, not averaged:
 coefficients already refer to the whole mini-batch, and a sum is exact for any number of ranks.
+If each node has the whole model, rows are those of its ranks, and come from the first node.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ class ShardedPolicy(LoadedPolicy):
         if not torch.is_grad_enabled():
             self.reshard()
         return values
+
+    def run_backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a pass; nodes with the whole model each add theirs up at the end."""
+        model: Any = self.model
+        model.set_requires_all_reduce(last)
+        LoadedPolicy.run_backward(self, loss, last=last)
 
     def gather_tensor(self, tensor: Tensor) -> Tensor:
         """Gather a whole tensor from all ranks; a collective call."""
@@ -179,5 +186,5 @@ def _shard_and_fill(
 ) -> ShardedPolicy:
     """Shard and fill a model on the meta device; `but`: name prefixes of tensors to leave out."""
     policy = shard_model(model, vocab_limit, ranks, device, offload=offload)
-    fill_model(name, model, device, offload=offload, but=but)
+    fill_model(name, model, device, offload=offload, but=but, ranks=ranks)
     return policy

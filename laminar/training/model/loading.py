@@ -28,6 +28,7 @@ from laminar.training.model.file_tensors import (
     note_file_prefix,
 )
 from laminar.training.model.weight_files import check_loaded, list_unused, open_slices
+from laminar.training.ranks import SINGLE_RANK, Ranks
 from laminar.training.shared_safetensors import DTYPES, Rows
 
 CPU = torch.device("cpu")
@@ -73,6 +74,7 @@ def fill_model(
     *,
     offload: bool = False,
     but: tuple[str, ...] = (),
+    ranks: Ranks = SINGLE_RANK,
 ) -> None:
     """Fill a model on the meta device; `but`: name prefixes of tensors to leave out.
 
@@ -81,7 +83,7 @@ def fill_model(
     model.tie_weights()
     _make_buffers(name, model, device)
     try:
-        _fill_tensors(name, model, but)
+        _fill_tensors(name, model, but, ranks)
     except (OSError, SafetensorError, ValueError) as error:
         raise make_load_error(name, error) from error
 
@@ -111,7 +113,7 @@ def _make_buffers(name: str, model: PreTrainedModel, device: torch.device) -> No
 
 
 @torch.no_grad()
-def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> None:
+def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...], ranks: Ranks) -> None:
     """Fill every tensor from the files, with none left over, except names that start with `but`."""
     parts = find_file_parts(model)
     with ExitStack() as files:
@@ -125,7 +127,7 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...]) -> No
                 if key not in saved:
                     lacking.append(key)
                 else:
-                    copy_rows(key, rows, saved[key], cast=True)
+                    copy_rows(key, rows, saved[key], ranks, cast=True)
             for part in (part for key in names for part in parts[key]):
                 saved.pop(part.name, None)  # a tied tensor may be stored under each of its names
     check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list_unused(model, saved)})
@@ -135,8 +137,10 @@ def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dic
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(but)}
 
 
-def copy_rows(name: str, rows: Rows, saved: Any, *, cast: bool = False) -> None:
-    """Copy this rank's rows of a tensor from a slice of a file, and read no others.
+def copy_rows(
+    name: str, rows: Rows, saved: Any, ranks: Ranks = SINGLE_RANK, *, cast: bool = False
+) -> None:
+    """Copy this rank's rows of a tensor from a slice of a file or the first node; read no others.
 
     Raises ValueError for another shape and, unless `cast`, for another element type.
     """
@@ -144,5 +148,6 @@ def copy_rows(name: str, rows: Rows, saved: Any, *, cast: bool = False) -> None:
     shape, its = tuple(saved.get_shape()), saved.get_dtype()
     if shape != rows.shape or (its != dtype and not cast):
         raise ValueError(f"{name!r} is {its} {shape}, not {dtype} of shape {rows.shape}")
-    if rows.data.numel():
+    if rows.data.numel() and ranks.reads_files:
         rows.data.copy_(saved[rows.first : rows.first + len(rows.data)] if shape else saved[...])
+    ranks.share_rows(rows.data)

@@ -130,6 +130,10 @@ class LoadedPolicy:
         ]
         return TokenScores(*map(torch.cat, zip(*parts, strict=True)))
 
+    def run_backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a pass; `last`: no other pass is added before the update."""
+        torch.autograd.backward(loss)
+
     def values(self, rows: TokenRows, compute: Compute) -> Tensor:
         """Return a critic's values [tokens] float32 of the states that predict the rows' targets.
 

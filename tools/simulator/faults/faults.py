@@ -254,6 +254,11 @@ class Faults(Effects):
         long_s, self.step_longer_s = self.step_longer_s, 0.0
         return long_s
 
+    def long_load_s(self) -> float:
+        """Return by how much longer the trainer's next start takes."""
+        long_s, self.load_longer_s = self.load_longer_s, 0.0
+        return long_s
+
     def dead_for_good(self, process: Process) -> bool:
         """Return whether the node of this process has given up on it."""
         return process.name in self.dead

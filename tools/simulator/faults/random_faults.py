@@ -351,6 +351,12 @@ def _dies_unheard(faults: Effects, chance: random.Random, process: SimProcess) -
     faults.dies_next, faults.unheard_next = "trainer-checkpoint-named", True
 
 
+def _member_lost(faults: Effects, chance: random.Random, process: SimProcess) -> None:
+    """End the trainer as it does without a rank; the next one waits for the node's ranks to end."""
+    _complains(faults, chance, process)
+    faults.load_longer_s = chance.uniform(0.0, 2.0) * faults.lease_of_s(process.role)
+
+
 TRAINER: dict[str, Strike] = {
     "trainer-dies": _trainer(_dies),
     "trainer-dies-there": _trainer(_dies_there),
@@ -359,6 +365,7 @@ TRAINER: dict[str, Strike] = {
     "trainer-complains": _trainer(_complains),
     "trainer-replaced": _trainer(_replaced),
     "trainer-silent": _trainer(_silent),
+    "trainer-member-lost": _trainer(_member_lost),
 }
 # --- all processes --------------------------------------------------------------------------------
 

@@ -69,7 +69,8 @@ class SimTrainer(Idle):
         return Trainer(host, self, writer, files, SimBook(disk, self.chance))
 
     async def load(self) -> steps.ModelLayout:
-        await self.work(self.chance.uniform(0, self.scenario.world.start_s))
+        start_s = self.chance.uniform(0, self.scenario.world.start_s)
+        await self.work(start_s + self.world.faults.long_load_s())
         self._made(self.weights)
         return LAYOUT
 
