@@ -39,7 +39,7 @@ from laminar.cluster.job_scripts import scripts_of
 from laminar.config import Config, ConfigError, load_config, replace_keys
 from laminar.engines.check import count_gpus
 from laminar.engines.environment import check_driver, list_gpus
-from laminar.launch.memory_check import check_memory, this_machine
+from laminar.launch.memory_check import check_memory, choose_shard, estimate_memory, this_machine
 from laminar.launch.preflight import check_directory, check_machine, check_model
 from laminar.names import exit_codes
 from laminar.names.version import __version__
@@ -53,6 +53,7 @@ from laminar.tasks.data.hub import localize_data, localize_model
 from laminar.tasks.data.prompts import load_prompts
 from laminar.tasks.import_check import check_import
 from laminar.tasks.rewards.reward_functions import reward_spec
+from laminar.training.model.footprint import FLOAT32
 from laminar.weights.arena.arena import SHARED_MEMORY
 
 SYNC_MAX_S = 0.25
@@ -95,7 +96,9 @@ def _of_two(arguments: argparse.Namespace) -> Iterator[Found]:
     """Yield the findings of two cluster machines, if the run uses several and Slurm is here."""
     try:
         config = load_config(arguments.config, arguments.overrides) if arguments.config else None
-        if config is None or not (config.slurm.rollouts and shutil.which("srun")):
+        if config is None or not shutil.which("srun"):
+            return
+        if not (config.slurm.rollouts or config.trainer.nodes > 1):
             return
         config = load_slurm_config(arguments.config, arguments.overrides)
         if not config.is_emulated:
@@ -118,7 +121,11 @@ def _check_as_task(directory: Path, rank: int) -> list[Found]:
     os.environ["HF_HUB_OFFLINE"] = "1"  # as on a machine of a cluster
     config, name = run_config(directory), own_name()
     one = replace_keys(config, {"run.nodes": 1})
-    checks: list[tuple[str, Check]] = [("memory", partial(_check_memory, one))]
+    checks: list[tuple[str, Check]] = []
+    met = any(each.sound and each.subject.endswith("address") for each in found)
+    if config.trainer.nodes > 1 and met:
+        checks.append(("ranks", partial(_check_ranks, one, directory, rank)))
+    checks.append(("memory", partial(_check_memory, one)))
     if config.slurm.gpus:
         checks.append(("GPUs", partial(_check_machine, one)))
     if not config.is_emulated:
@@ -127,6 +134,20 @@ def _check_as_task(directory: Path, rank: int) -> list[Found]:
             ("data", partial(_check_data, config)),
         ]
     return [*found, *(run_check(f"{name} {subject}", check) for subject, check in checks)]
+
+
+def _check_ranks(config: Config, directory: Path, rank: int) -> str:
+    """Check that ranks of two machines reach each other; say which shard fits, and its traffic."""
+    from laminar.cluster.doctor_ring import measure_ring  # imports torch
+
+    speed, run = measure_ring(directory, rank), estimate_memory(config, 1, this_machine())
+    shard, others = choose_shard(config, run).trainer.shard, 1 - 1 / config.trainer.nodes
+    times, when = (3, "pass") if shard == "all" else (2, "update")
+    moved = times * FLOAT32 * run.model.parameters * others
+    return (
+        f"{speed / 1e9:.2f} GB/s between two ranks; trainer.shard = {shard!r}, so that each {when} "
+        f"sends {moved / 1e9:.1f} GB from a machine: {moved / speed:.1f} s at the speed of one rank"
+    )
 
 
 def _list_checks(arguments: argparse.Namespace) -> Iterator[tuple[str, Check]]:

@@ -27,6 +27,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
@@ -59,6 +60,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
     machine: str
     host: str
     port: int
+    torch: str  #: its version, which all ranks of a trainer share
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -101,7 +103,7 @@ def check_this_machine(directory: Path, rank: int) -> list[Found]:
 
 def _check_pair(directory: Path, rank: int, own: socket.socket) -> Iterator[Found]:
     host, port = own.getsockname()
-    facts = MachineFacts(own_name(), __version__, MACHINE, host, port)
+    facts = MachineFacts(own_name(), __version__, MACHINE, host, port, version("torch"))
     write_whole(directory / f"page.{rank}", b"old", durable=True)
     write_whole(directory / f"{rank}.json", msgspec.json.encode(facts), durable=True)
     seen = directory / f"{1 - rank}.json"
@@ -148,7 +150,12 @@ def _check_version(own: MachineFacts, other: MachineFacts) -> str:
             f"laminar is {own.version} here and {other.version} on {other.name}: install one where "
             "all machines see it, and name it in slurm.setup"
         )
-    return f"laminar {own.version}"
+    if own.torch != other.torch:
+        raise ConfigError(
+            f"torch is {own.torch} here and {other.torch} on {other.name}: the ranks of a trainer "
+            "need the same, so install one environment where all machines see it"
+        )
+    return f"laminar {own.version}, torch {own.torch}"
 
 
 class _PeerLink:

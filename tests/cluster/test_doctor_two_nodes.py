@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from laminar.cluster import doctor_two_nodes
+from laminar.cluster import doctor_ring, doctor_two_nodes
 from laminar.cluster.doctor_two_nodes import (
     Found,
     MachineFacts,
@@ -16,8 +20,9 @@ from laminar.cluster.doctor_two_nodes import (
     format_results,
     parse_results,
 )
-from laminar.config import dump_config, load_config
+from laminar.config import ConfigError, dump_config, load_config
 from laminar.run.directory import CONFIG_FILE
+from laminar.training.ranks import INTERFACE_VARIABLES
 
 
 @pytest.fixture
@@ -110,17 +115,49 @@ def test_a_directory_that_the_other_machine_does_not_see(
 
 def test_another_version_and_a_name_that_only_its_machine_reaches() -> None:
     own, other = (
-        MachineFacts("a", "1", "x", "10.0.0.1", 1),
-        MachineFacts("b", "2", "y", "127.0.1.1", 1),
+        MachineFacts("a", "1", "x", "10.0.0.1", 1, "2.13.0"),
+        MachineFacts("b", "2", "y", "127.0.1.1", 1, "2.12.0"),
     )
     found = doctor_two_nodes.run_check(
         "a program", lambda: doctor_two_nodes._check_version(own, other)
     )
     assert not found.sound and "1 here and 2 on b" in found.text
+    same = msgspec.structs.replace(other, version="1")
+    with pytest.raises(ConfigError, match=r"torch is 2\.13\.0 here and 2\.12\.0 on b"):
+        doctor_two_nodes._check_version(own, same)
     with doctor_two_nodes.socket.create_server(("127.0.0.1", 0)) as listening:
         link = doctor_two_nodes._PeerLink(listening, own, other)
         found = doctor_two_nodes.run_check("a address", lambda: link.open(first=True))
     assert not found.sound and "coordinator.host" in found.text
+
+
+def test_ranks_of_two_machines_meet_and_the_shard_is_recommended(tmp_path: Path) -> None:
+    config = load_config(["configs/recipes/words/run.toml"], ["trainer.nodes=2"])
+    (tmp_path / CONFIG_FILE).write_text(dump_config(config))
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "laminar.cli.main", "doctor", "--pair", str(tmp_path)],
+            env={**os.environ, "SLURM_PROCID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for output in [task.communicate(timeout=300)[0] for task in tasks]:
+        (found,) = parse_results(output)
+        assert faults(found) == []
+        (ranks,) = (each.text for each in found if each.subject.endswith(" ranks"))
+        assert "GB/s between two ranks; trainer.shard = 'node', so that each update" in ranks
+
+
+def test_a_rank_that_the_other_does_not_reach(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "lo")
+    monkeypatch.setattr(doctor_ring, "RING_S", 0.2)
+    with pytest.raises(ConfigError, match=r"do not reach each other from 127\.0\.0\.1 .*ephemeral"):
+        doctor_ring.measure_ring(directory, 0)
 
 
 def test_what_two_tasks_say_at_once_is_told_apart() -> None:

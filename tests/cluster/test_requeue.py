@@ -159,26 +159,21 @@ def test_each_service_of_a_chain_queues_its_successor(
 ) -> None:
     """The nodes of the successor wait for it, and those of the former turn leave."""
     monkeypatch.setenv("QUEUE", r"71_1|72|71|RUNNING|n2|None\n")
-    words = [CHAIN, "slurm.rollouts=2"]
+    words = [CHAIN, "slurm.rollouts=2", "trainer.nodes=2"]
     first = turns(slurm, slurm.job(SERVICE, *words))
     service = "sbatch --parsable --dependency=afternotok:{} RUN/service.sbatch"
-    rollout = "sbatch --parsable --dependency=after:{} RUN/rollout.sbatch"
-    assert first == [service.format("70"), rollout.format("1")]
-    assert read_jobs(slurm.run_dir) == Jobs(service="70", rollouts=["71"], next=["1", "2"])
+    trainer, rollout = (
+        f"sbatch --parsable --dependency=after:{{}} RUN/{kind}.sbatch"
+        for kind in ("trainer", "rollout")
+    )
+    assert first == [service.format("70"), trainer.format("1"), rollout.format("1")]
+    assert read_jobs(slurm.run_dir) == Jobs(service="70", rollouts=["71"], next=["1", "2", "3"])
     second = turns(slurm, slurm.job({"SLURM_JOB_ID": "1"}, *words))
-    assert second == ["scancel 71", service.format("1"), rollout.format("3")]
-    assert read_jobs(slurm.run_dir) == Jobs(service="1", rollouts=["2"], next=["3", "4"], before=1)
-    assert slurm.said[-1] == "slurm.chain: job 3 continues when this one ends"
-
-
-def test_a_chain_has_an_array_of_trainer_nodes_for_each_turn(slurm: Slurm) -> None:
-    words = [CHAIN, "slurm.rollouts=2", "trainer.nodes=2"]
-    assert [line.rpartition("/")[2] for line in turns(slurm, slurm.job(SERVICE, *words))] == [
-        "service.sbatch", "trainer.sbatch", "rollout.sbatch",
-    ]  # fmt: skip
-    slurm.job({"SLURM_JOB_ID": "1"}, *words).handle_service_start()
+    after = [service.format("1"), trainer.format("4"), rollout.format("4")]
+    assert second == ["scancel 71", *after]
     later = Jobs(service="1", trainers=["2"], rollouts=["3"], next=["4", "5", "6"], before=1)
     assert read_jobs(slurm.run_dir) == later
+    assert slurm.said[-1] == "slurm.chain: job 4 continues when this one ends"
 
 
 def test_a_service_of_a_chain_that_slurm_ends_leaves_its_successor(slurm: Slurm) -> None:

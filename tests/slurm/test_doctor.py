@@ -41,9 +41,9 @@ def _programs() -> Path:
 
 def test_a_sound_cluster_has_no_fault(lab: Lab) -> None:
     lab.runs.mkdir(exist_ok=True)
-    code, faults, said = doctor(lab)
+    code, faults, said = doctor(lab, "trainer.nodes=2")
     assert (code, faults) == (0, []), said
-    for subject in ("clock", "renames", "locks", "address"):
+    for subject in ("clock", "renames", "locks", "address", "ranks"):
         assert f" {subject} " in said, said
     assert list(lab.runs.iterdir()) == [] and not lab.queue()
 

@@ -188,8 +188,7 @@ def estimate_footprint(model: ModelSizes, way: TrainingPlan) -> Footprint:
     state = _state_bytes(model, critic, way, trained)
     device, host = {name: -(-size // way.ranks) for name, size in state.items()}, {}
     if way.offload == "all":
-        device, host = {}, {f"{name}, offloaded": size for name, size in state.items()}
-        host = {name: -(-size // way.nodes) for name, size in host.items()}
+        device, host = {}, {f"{n}, offloaded": -(-size // way.nodes) for n, size in state.items()}
     if way.sharded:
         gathered = _gathered_bytes(model, way)
         if way.critic is not None:  # in turn with the policy; its head is one row
