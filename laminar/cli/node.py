@@ -91,7 +91,19 @@ def host_of(run_dir: Path, config: Config, asked: str) -> str:
             )
         time.sleep(POLL_S)
         coordinator = coordinator_address(file)
-    return route_to(coordinator)
+    return _find_route(coordinator, config.coordinator.node_lease_ms / 1000)
+
+
+def _find_route(coordinator: str, limit_s: float) -> str:
+    """Return the address that routes to the coordinator, for which a cut-off machine waits."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return route_to(coordinator)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)
 
 
 def choose_roles(

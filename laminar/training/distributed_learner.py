@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -39,10 +39,18 @@ from laminar.training.learner import Learner, load_learner, replace_weights, run
 from laminar.training.model import lora
 from laminar.training.model.fsdp import load_sharded, load_sharded_critic
 from laminar.training.model.lora_targets import ADAPTER_FILE
-from laminar.training.model.policy import iter_weight_rows, weight_forms
+from laminar.training.model.policy import get_base_rows, iter_weight_rows, weight_forms
 from laminar.training.model.weight_files import compare_published
+from laminar.training.node_rows import bring_rows
 from laminar.training.ranks import RankLayout, Ranks, Rendezvous, join_rank_group
-from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, iter_rows
+from laminar.training.shared_safetensors import (
+    Rows,
+    TensorLayouts,
+    WrittenSpan,
+    get_layouts,
+    iter_rows,
+    write_rows,
+)
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
 from laminar.training.threaded import CopyBuffers, device_of
 from laminar.training.trainer_state import LearnerFacts, ResumeState
@@ -155,7 +163,7 @@ def _decode_array(kind: Any, data: bytes) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoder = msgspec.msgpack.Decoder(RankOrder, dec_hook=_decode_array)
-_written_decoder = msgspec.msgpack.Decoder(dict[str, list[shared_safetensors.WrittenSpan]])
+_written_decoder = msgspec.msgpack.Decoder(dict[str, list[WrittenSpan]])
 
 
 class RankGroup(Protocol):
@@ -173,6 +181,18 @@ class RankGroup(Protocol):
 
     async def close(self) -> None:
         """End the ranks."""
+
+
+class FilePlan(NamedTuple):
+    """The tensors of a file, and this rank's rows of them."""
+
+    layouts: TensorLayouts
+    held: Mapping[str, Rows]  #: without adapters
+    found: FoundRows  #: the same, with adapters merged
+
+    @staticmethod
+    def from_rows(rows: Mapping[str, Rows]) -> FilePlan:
+        return FilePlan(get_layouts(rows), rows, rows.items())
 
 
 class RankWorker:
@@ -215,8 +235,7 @@ class RankWorker:
                 self._reached("rank-load")
                 return self._load()
             case CheckOrder(dtype):
-                name, model = self._config.model.name, self.learner.policy.model
-                return compare_published(name, model, self._iter_weight_rows(), dtype)
+                return self._compare_published(dtype) if self._has_rows else 0
             case TrainOrder(batch, step):
                 self._reached("rank-step")
                 return run_measured_step(self.learner, [sample_of(row) for row in batch], step)
@@ -226,16 +245,10 @@ class RankWorker:
                 return self._copy() if self._has_rows else None
             case PutWeightsOrder(target, copied):
                 self._reached("rank-fill")
-                if not self._has_rows:
-                    return None
-                rows = self._copied[MODEL_FILE].items() if copied else self._iter_weight_rows()
-                return self._put(target, ((name, r.first, r.data) for name, r in rows))
+                return self._put_rows(target, copied) if self._has_rows else None
             case WriteFilesOrder(directory, copied):
                 self._reached("rank-write")
-                if not self._has_rows:
-                    return {}
-                write, files = shared_safetensors.write_rows, self.plan_files(copied=copied)
-                return {n: write(Path(directory, n), *files[n], self._rank) for n in files}
+                return self._write_files(Path(directory), copied) if self._has_rows else {}
             case RestoreOrder(directory):
                 return checkpoint.restore_checkpoint(Path(directory), self.learner)
             case ReloadOrder(directory):
@@ -250,16 +263,47 @@ class RankWorker:
         """Whether weights and files get rows from this rank; else another node has the same."""
         return self.learner.ranks.reads_files
 
-    def plan_files(self, *, copied: bool) -> dict[str, tuple[TensorLayouts, FoundRows]]:
-        """Return for each file of a directory its tensors, and this rank's rows of them."""
+    def plan_files(self, *, copied: bool) -> dict[str, FilePlan]:
+        """Plan the files of a directory."""
         if copied:
-            return {name: (get_layouts(rows), rows.items()) for name, rows in self._copied.items()}
+            return {name: FilePlan.from_rows(rows) for name, rows in self._copied.items()}
         model = self.learner.policy.model
-        found = {MODEL_FILE: (weight_forms(model), self._iter_weight_rows())}
+        weights = FilePlan(weight_forms(model), get_base_rows(model), self._iter_weight_rows())
+        found = {MODEL_FILE: weights}
         if self.learner.policy.base:
-            adapters = dict(iter_rows(lora.file_tensors(model)))
-            found[ADAPTER_FILE] = get_layouts(adapters), adapters.items()
+            found[ADAPTER_FILE] = FilePlan.from_rows(dict(iter_rows(lora.file_tensors(model))))
         return found
+
+    def _compare_published(self, dtype: str | None) -> int:
+        name, model = self._config.model.name, self.learner.policy.model
+        return compare_published(name, model, self._iter_weight_rows(), dtype)
+
+    def _put_rows(self, target: bytes, copied: bool) -> None:
+        """Put this rank's rows into a target on the first node, from the others by way of it."""
+        _, held, found = self.plan_files(copied=copied)[MODEL_FILE]
+        ranks = self.learner.ranks
+        rows = bring_rows(ranks, held, found, copied=copied, dtype=self._published)
+        try:
+            if ranks.on_first_node:
+                self._put(target, ((name, r.first, r.data) for name, r in rows))
+        finally:
+            deque(rows, 0)  # other ranks take part in all of them
+
+    def _write_files(self, directory: Path, copied: bool) -> dict[str, list[WrittenSpan]]:
+        """Write this rank's rows of all files; return digests of what it wrote."""
+        ranks, failed = self.learner.ranks, None
+        spans = {}
+        for name, (layouts, held, found) in self.plan_files(copied=copied).items():
+            rows = bring_rows(ranks, held, found, copied=copied)
+            try:
+                if ranks.on_first_node and failed is None:
+                    spans[name] = write_rows(directory / name, layouts, rows, self._rank)
+            except OSError as error:
+                failed = error
+            deque(rows, 0)  # other ranks take part in all of them
+        if failed is not None:
+            raise failed
+        return spans
 
     def _iter_weight_rows(self) -> FoundRows:
         return iter_weight_rows(self.learner.policy.model)
@@ -278,8 +322,10 @@ class RankWorker:
         critic = partial(load_sharded_critic, **options)
         self.learner = load_learner(config, self._load_policy, critic, options["ranks"])
         self.learner.reached = self._reached
-        policy = self.learner.policy
-        return policy.describe_layout(weight_forms(policy.model), self.learner.compute)
+        policy, dtype = self.learner.policy, config.weights.dtype
+        layout = policy.describe_layout(weight_forms(policy.model), self.learner.compute)
+        self._published = getattr(torch, layout.engine_dtype if dtype == "auto" else dtype)
+        return layout
 
     def _join_rank_group(self) -> Ranks:
         layout = RankLayout.from_config(self._config)
@@ -411,5 +457,5 @@ class RankedFiles(ThreadedDirectories):
         """Write everything except the rows."""
         model = self._worker.learner.policy.model
         export.write_all_but_weights(model, self._source, directory, extra)
-        for name, (forms, _) in self._worker.plan_files(copied=copied).items():
-            shared_safetensors.create_file(directory / name, forms)
+        for name, file in self._worker.plan_files(copied=copied).items():
+            shared_safetensors.create_file(directory / name, file.layouts)

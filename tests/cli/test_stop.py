@@ -109,10 +109,13 @@ def test_whoever_is_in_charge_is_asked_and_the_others_are_waited_for(
 ) -> None:
     in_charge, other = start(names[0], *asked.split()[1:]), start(names[1])
     monkeypatch.setattr(stop, "SAY_S", 0.0)
+    waiting = threading.Event()
+    monkeypatch.setattr(stop, "_describe_progress", lambda run_dir: waiting.set() or "")
 
     def follow() -> None:
-        """The stand-in of the other process ends when the first has."""
+        """The stand-in of the other process ends when the first has, and is being waited for."""
         in_charge.wait(20)
+        waiting.wait(20)
         other.communicate("")
 
     following = threading.Thread(target=follow, daemon=True)

@@ -23,9 +23,10 @@ from laminar.training.distributed_learner import WireSample, row_of, sample_of
 from laminar.training.learner import Learner
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import load_critic, load_policy, named_weights
+from laminar.training.ranks import RankLayout
 from laminar.training.steps import TrainSample
 from laminar.training.threaded import ThreadedFiles
-from laminar.training.trainer_state import CheckpointError, ResumeState, decode, encode
+from laminar.training.trainer_state import CheckpointError, ResumeState, encode
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.checkpoint import build_tensor_manifest
 from laminar.weights.version.hashes import build_manifest
@@ -37,6 +38,8 @@ from tools.kit.rank_group import RankGroup
 
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "generation_config.json")
 CRITIC_FILES = (CRITIC_MODEL_FILE, CRITIC_OPTIMIZER_FILE)
+HSDP, FULL = RankLayout(2, 2, "node"), RankLayout(2, 2, "all")
+Size = int | RankLayout
 PPO = {"algorithm.adv_estimator": "gae", "critic.lr": 0.01}
 SETTINGS = {"optim.lr": 0.01, "optim.weight_decay": 0.1, "optim.clip_grad": 1.0}
 
@@ -93,7 +96,7 @@ def settings_of(source: Path) -> dict[str, Any]:
     return {**SETTINGS, "model.name": str(source)}
 
 
-def run(ranks: RankGroup, size: int, script: str, *args: Any, **options: Any) -> Any:
+def run(ranks: RankGroup, size: Size, script: str, *args: Any, **options: Any) -> Any:
     """What rank 0 says."""
     return ranks.call(size, "on_ranks", script, *args, **options)[0]
 
@@ -102,9 +105,12 @@ def flat(scores: list[list[float]]) -> list[float]:
     return [score for row in scores for score in row]
 
 
-@pytest.mark.parametrize(("offload", "size", "more"), [("none", 3, PPO), ("all", 1, {})])
+@pytest.mark.parametrize(
+    ("offload", "size", "more"),
+    [("none", 3, PPO), ("all", 1, {}), ("none", HSDP, {}), ("none", FULL, {}), ("all", FULL, {})],
+)
 def test_ranks_load_score_train_and_publish_as_one_process(
-    offload: str, size: int, more: dict[str, Any], source: Path, tmp_path: Path, ranks: RankGroup
+    offload: str, size: Size, more: dict[str, Any], source: Path, tmp_path: Path, ranks: RankGroup
 ) -> None:
     """A critic is not among what is published."""
     settings = settings_of(source) | more
@@ -135,12 +141,11 @@ async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
     one = OneProcess(source, settings)
     one.train(2, 3)
     saved = await one.save(tmp_path / "one")
-    for size in (1, 2, 3, 4):
+    for size in (1, 2, 3, 4, HSDP, FULL):
         target = tmp_path / f"by {size}"
         digest = run(ranks, size, "save_again", settings, str(saved), str(target))
         assert digest == one.digest()
         assert files_of(target) == files_of(saved)
-        assert decode((target / RESUME_FILE).read_bytes()).learner.ranks == size
         check_damage_is_seen(target)
     checkpoint.load_checkpoint(target, one.learner)
     write_digests(target)  # of each file as a whole, as earlier checkpoints have them
@@ -174,7 +179,7 @@ async def test_ranks_publish_save_and_export_adapters_as_one_process(
     begun = one.digest()
     one.learner.train_step(make_samples(), 3)
     saved = await one.save(tmp_path / "one")
-    for size in (2, 3):
+    for size in (2, 3, HSDP, FULL):
         target = tmp_path / f"by {size}"
         run(ranks, size, "save_again", settings, str(saved), str(target))
         for name in ("optimizer.safetensors", ADAPTER_FILE):
@@ -191,7 +196,7 @@ async def test_ranks_publish_save_and_export_adapters_as_one_process(
 async def test_training_goes_on_with_other_ranks(
     source: Path, tmp_path: Path, ranks: RankGroup
 ) -> None:
-    """From one checkpoint, by 2, 1 and 3 ranks in turn, in float64."""
+    """From one checkpoint, by 2, 1 and 3 ranks and by two nodes in turn, in float64."""
     settings, samples = settings_of(source) | PPO, make_samples(seed=1)
     with rank_cases.in_double():
         one = OneProcess(source, settings, double=True)
@@ -199,7 +204,7 @@ async def test_training_goes_on_with_other_ranks(
         saved = before = await one.save(tmp_path / "one")
         expected = one.learner.train_step(samples, 4)
         after = await one.save(tmp_path / "one and a step")
-    for turn, size in enumerate((2, 1, 3)):
+    for turn, size in enumerate((2, 1, FULL, 3, HSDP)):
         target = tmp_path / f"turn {turn}"
         args = (settings, str(before), str(target), samples)
         _, result = run(ranks, size, "go_on", *args, double=True)
@@ -208,10 +213,11 @@ async def test_training_goes_on_with_other_ranks(
         assert [u.grad_norm for u in result.updates] == pytest.approx(norms, rel=1e-12)
         assert apart(after, Path(f"{target} and a step")) <= 1e-9
         before = target
-    target = tmp_path / "planted"
-    args = (settings, str(saved), str(target), samples)
-    run(ranks, 2, "go_on", *args, double=True, planted="not resharded")
-    assert apart(after, Path(f"{target} and a step")) > 1e-3
+    planted: tuple[tuple[str, Size], ...] = (("not resharded", 2), ("rows not shared", HSDP))
+    for bug, size in planted:
+        args = (settings, str(saved), str(tmp_path / bug), samples)
+        run(ranks, size, "go_on", *args, double=True, planted=bug)
+        assert apart(after, tmp_path / f"{bug} and a step") > 1e-3
 
 
 def apart(one: Path, other: Path) -> float:
@@ -235,11 +241,11 @@ async def test_bugs_of_what_is_saved_and_published_are_seen(
     one.train(2, 3)
     saved = await one.save(tmp_path / "one")
 
-    def differs(planted: str) -> set[str]:
+    def differs(planted: str, size: Size = 2) -> set[str]:
         """What of a checkpoint, and whether its digest, is not as it was."""
         target = tmp_path / f"by {planted}"
         args = (settings, str(saved), str(target))
-        digest = run(ranks, 2, "save_again", *args, planted=planted)
+        digest = run(ranks, size, "save_again", *args, planted=planted)
         found, expected = files_of(target), files_of(saved)
         names = {name for name in expected if found[name] != expected[name]}
         try:
@@ -254,6 +260,7 @@ async def test_bugs_of_what_is_saved_and_published_are_seen(
     elsewhere = {*both, "optimizer.safetensors", *CRITIC_FILES, "damaged"}
     assert differs("rows elsewhere") == elsewhere
     assert differs("others write late") == {"digest", "damaged"}
+    assert differs("rows of the first node", FULL) == elsewhere
 
 
 def test_buffers_that_are_in_no_file_are_made(

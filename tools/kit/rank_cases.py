@@ -450,6 +450,21 @@ def gradient_of_a_pass() -> Iterator[None]:
         yield
 
 
+def rows_of_the_first_node() -> Any:
+    """Bring no rows of other nodes to the first one."""
+    return replaced(distributed_learner, "bring_rows", lambda ranks, held, found, **_: iter(found))
+
+
+def rows_not_shared() -> Any:
+    """Leave rows that the first node has read as zeros on the others."""
+
+    def share(self: Ranks, rows: Tensor) -> None:
+        if not self.reads_files:
+            rows.zero_()
+
+    return replaced(Ranks, "share_rows", share)
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     "": nothing,
     "averaged": averaged,
@@ -463,6 +478,8 @@ PLANTED: dict[str, Callable[[], Any]] = {
     "buffers as they are": buffers_as_they_are,
     "rows elsewhere": rows_elsewhere,
     "others write late": others_write_late,
+    "rows of the first node": rows_of_the_first_node,
+    "rows not shared": rows_not_shared,
 }
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from laminar.config import Config
 from laminar.engines.environment import build_environment, engine_modules
 from laminar.names.roles import Role
+from laminar.net.addresses import LOCALHOST
 
 if TYPE_CHECKING:
     from laminar.actors.host import ActorRole, Host
@@ -140,7 +141,7 @@ def _make_trainer(host: Host) -> ActorRole:
 
     gang = _make_gang(host) if is_ranked(host.config) else None
     reached = FailPoints(host.run_dir).hit_failpoint
-    learner, files, attach = parts_of(host.config, gang, reached, host.address)
+    learner, files, attach = parts_of(host.config, gang, reached, _address_of_ranks(host))
     return Trainer(host, learner, attach, files, book)
 
 
@@ -157,13 +158,18 @@ def _make_gang(host: Host) -> RankProcesses:
     trainer = host.config.trainer
     return RankProcesses(
         host.config,
-        build_rank_command(host.run_dir, host.name, host.address),
+        build_rank_command(host.run_dir, host.name, _address_of_ranks(host)),
         lock=host.run_dir / TRAINER_LOCK_FILE,
         lost=lost,
         say=host.notify_user,
         numbers=range(1, trainer.ranks),
         hosts=TrainerLinks(host) if trainer.nodes > 1 else None,
     )
+
+
+def _address_of_ranks(host: Host) -> str:
+    """Return where ranks listen: on loopback, unless some are on other machines."""
+    return host.address if host.config.trainer.nodes > 1 else LOCALHOST
 
 
 _STORE = ("laminar.actors.store", "laminar.storage.database")

@@ -58,14 +58,16 @@ def write_tensors(
 def write_rows(view: Bytes, specs: Sequence[TensorSpec], rows: Iterable[NamedRows]) -> None:
     """Write rows to a slot; every tensor of `specs` is given, possibly with zero rows.
 
-    Rows of another type or device are converted; padding becomes zero, so that equal weights have
-    equal digests in every slot. Raises ManifestError for rows that are not in `specs`, a repeated
-    or missing tensor, or a slot that is too small. The slot is then partly written.
+    A tensor may come in parts that follow each other. Rows of another type or device are
+    converted; padding becomes zero, so that equal weights have equal digests in every slot. Raises
+    ManifestError for rows that are not in `specs`, a repeated or missing tensor, or a slot that is
+    too small. The slot is then partly written.
     """
     check_room(view, check_tensors(specs))
-    missing = {spec.name: spec for spec in specs}
+    missing, spec = {spec.name: spec for spec in specs}, None
     for name, first, tensor in rows:
-        spec = missing.pop(name, None)
+        if spec is None or spec.name != name:
+            spec = missing.pop(name, None)
         if spec is None:
             raise ManifestError(f"tensor {name!r} is not in the layout, or was written before")
         if spec.shape:
