@@ -57,9 +57,7 @@ from laminar.weights.arena.arena import sweep_arenas
 SERVICE = "node-0"  #: node of the service, which has the store and the trainer
 STAND_BY_S = 3600.0
 """Longest time that a Slurm job stands by for a run that its former copy still serves."""
-STAY_S = 15.0
-"""Longest time between Slurm's warnings of the service and of a trainer node, as both jobs reach
-their limits."""
+STAY_S = 15.0  #: longest time between Slurm's warnings of the service and of a trainer node
 STAND_BY_POLL_S = 1.0  #: poll interval, well below the time for which nodes wait for a coordinator
 
 

@@ -89,8 +89,8 @@ def _fit_split(config: Config, run: MemoryEstimate) -> Layout | None:
         ways = {"trainer.offload": offload, check.TOKENS: tokens, check.VLLM_SHARE: share}
         tried = check.choose_shard(replace_keys(config, ways), run)
         places = [machine.list_places(tried) for machine in list_machines(config, run)]
-        fits = (place.fits for machine in places for place in machine)
-        if check.has_reserve(tried, places[0]) and all(fits) and _count_longest(tried, run) >= 1:
+        fits = (place.fits for machine in places[1:] for place in machine)
+        if check.has_room(tried, places[0]) and all(fits) and _count_longest(tried, run) >= 1:
             sized = replace_keys(tried, derive_sequences(tried, _gpu_bytes(run), run.model))
             return Layout(sized, places, _rate_speed(sized, run))
     return None
@@ -164,15 +164,14 @@ def trainer_lines(config: Config, run: MemoryEstimate) -> list[str]:
     if not has_layouts(config, run):
         return []
     found = list(list_trainers(config, run))
-    fits = [check.has_reserve(tried, p) and all(x.fits for x in p) for tried, p in found]
-    if fits[0] and config.trainer.nodes == 1:
+    if check.has_room(*found[0]) and config.trainer.nodes == 1:
         return []
     rows = [["trainer/nodes", "ranks", "shard", "GPU/GB", "host/GB", "fits"]]
-    for (tried, places), is_fit in zip(found, fits, strict=True):
+    for tried, places in found:
         shard = tried.trainer.shard if tried.trainer.nodes > 1 else "-"
         sizes = f"{places[0].want / GB:.1f}", f"{places[-2].want / GB:.0f}"
         cells = f"  {tried.trainer.nodes}", tried.trainer.total_ranks, shard, *sizes
-        rows.append([*map(str, cells), "yes" if is_fit else "no"])
+        rows.append([*map(str, cells), "yes" if check.has_room(tried, places) else "no"])
     return check.align_rows(rows)
 
 

@@ -140,10 +140,11 @@ def check_estimate(config: Config, run: MemoryEstimate) -> list[MemoryPlace]:
     )
 
 
-def has_reserve(config: Config, places: Sequence[MemoryPlace]) -> bool:
-    """Return whether the trainer's GPUs, the first of a machine, have room to spare."""
-    of_trainer = places[: config.trainer.ranks]
-    return all(not p.have or p.want + RESERVE <= p.have for p in of_trainer if GPU in p.name)
+def has_room(config: Config, places: Sequence[MemoryPlace]) -> bool:
+    """Return whether all fits, and the trainer's GPUs, the first ones, have some to spare."""
+    of_trainer = (place for place in places[: config.trainer.ranks] if GPU in place.name)
+    reserved = (not place.have or place.want + RESERVE <= place.have for place in of_trainer)
+    return all(reserved) and all(place.fits for place in places)
 
 
 def choose_shard(config: Config, run: MemoryEstimate) -> Config:
@@ -151,10 +152,8 @@ def choose_shard(config: Config, run: MemoryEstimate) -> Config:
     if config.trainer.shard != "auto" or config.trainer.nodes == 1:
         return config
     config = replace_keys(config, {"trainer.shard": "node"})
-    places = run.list_places(config)
-    if has_reserve(config, places) and all(place.fits for place in places):
-        return config
-    return replace_keys(config, {"trainer.shard": "all"})
+    is_room = has_room(config, run.list_places(config))
+    return config if is_room else replace_keys(config, {"trainer.shard": "all"})
 
 
 def read_sizes(directory: str) -> footprint.ModelSizes:

@@ -134,17 +134,11 @@ def test_another_version_and_a_name_that_only_its_machine_reaches() -> None:
 def test_ranks_of_two_machines_meet_and_the_shard_is_recommended(tmp_path: Path) -> None:
     config = load_config(["configs/recipes/words/run.toml"], ["trainer.nodes=2"])
     (tmp_path / CONFIG_FILE).write_text(dump_config(config))
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "laminar.cli.main", "doctor", "--pair", str(tmp_path)],
-            env={**os.environ, "SLURM_PROCID": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    words = [sys.executable, "-m", "laminar.cli.main", "doctor", "--pair", str(tmp_path)]
+    places = [{**os.environ, "SLURM_PROCID": rank} for rank in "01"]
+    tasks = [subprocess.Popen(words, env=place, stdout=subprocess.PIPE) for place in places]
     for output in [task.communicate(timeout=300)[0] for task in tasks]:
-        (found,) = parse_results(output)
+        (found,) = parse_results(output.decode())
         assert faults(found) == []
         (ranks,) = (each.text for each in found if each.subject.endswith(" ranks"))
         assert "GB/s between two ranks; trainer.shard = 'node', so that each update" in ranks

@@ -162,10 +162,8 @@ def test_each_service_of_a_chain_queues_its_successor(
     words = [CHAIN, "slurm.rollouts=2", "trainer.nodes=2"]
     first = turns(slurm, slurm.job(SERVICE, *words))
     service = "sbatch --parsable --dependency=afternotok:{} RUN/service.sbatch"
-    trainer, rollout = (
-        f"sbatch --parsable --dependency=after:{{}} RUN/{kind}.sbatch"
-        for kind in ("trainer", "rollout")
-    )
+    rollout = "sbatch --parsable --dependency=after:{} RUN/rollout.sbatch"
+    trainer = rollout.replace("rollout", "trainer")
     assert first == [service.format("70"), trainer.format("1"), rollout.format("1")]
     assert read_jobs(slurm.run_dir) == Jobs(service="70", rollouts=["71"], next=["1", "2", "3"])
     second = turns(slurm, slurm.job({"SLURM_JOB_ID": "1"}, *words))

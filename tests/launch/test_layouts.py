@@ -247,7 +247,6 @@ def test_a_trainer_of_several_machines_adds_up(
     row = next(line.split() for line in out.splitlines() if line.startswith(f"  {nodes} "))
     split = Split(8 * nodes, 1, False, 16_384, 0.85, shared=False)
     assert float(row[3]) == pytest.approx(model.trainer(split) / GB, abs=0.3)
-    assert float(row[3]) + 4 < 80 if fits else float(row[3]) + 4 > 80
     assert (row[2], row[5]) == ("all" if nodes > 1 else "-", "yes" if fits else "no")
     assert code == (exit_codes.COMPLETE if fits else exit_codes.FAILED)
     assert f"machines   {nodes + 1} with 8 GPUs each" in out

@@ -17,13 +17,9 @@ from tests.slurm.test_submitted_run import SUBMIT, steps
 
 pytestmark = [pytest.mark.slurm, pytest.mark.process]
 MACHINES = [
-    "trainer.nodes=2",
-    "trainer.ranks=2",
-    "trainer.total_training_steps=500",
-    "trainer.test_freq=0",
-    "slurm.trainer_spares=1",
-    "slurm.rollouts=2",
-]
+    "trainer.nodes=2", "trainer.ranks=2", "slurm.trainer_spares=1", "slurm.rollouts=2",
+    "trainer.total_training_steps=500", "trainer.test_freq=0",
+]  # fmt: skip
 
 
 def trains(run: Path, count: int) -> None:
@@ -60,9 +56,6 @@ def test_a_trainer_of_two_nodes_outlives_a_time_limit_and_a_preemption(lab: Lab)
     stopped = laminar("stop", str(run))
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     until(lambda: not lab.queue(), "the queue is empty")
-    said = (run / "logs" / "slurm" / f"service-{jobs.service}.log").read_text()
-    ended = Finished(run, 0, said)
-    assert not ended.summary["failure"], said
-    check_books(ended)
+    check_books(Finished(run, 0, stopped.stdout))
     again = laminar("retrain", str(run))
     assert again.returncode == 0, again.stdout + again.stderr

@@ -54,7 +54,7 @@ def _list_trainer_rows() -> Iterator[str]:
     for tried, places in list_trainers(config, run):
         trainer = tried.trainer
         shard = f"`{trainer.shard}`" if trainer.nodes > 1 else ""
-        fit = "yes" if check.has_reserve(tried, places) else "no"
+        fit = "yes" if check.has_room(tried, places) else "no"
         gpu, host = f"{places[0].want / GB:.1f}", f"{places[-2].want / GB:.0f}"
         yield f"| {trainer.nodes} | {trainer.total_ranks} | {shard} | {gpu} | {host} | {fit} |\n"
 
