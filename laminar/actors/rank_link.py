@@ -176,22 +176,18 @@ class _HostLink:
     def __init__(self, poll: Poll, name: str) -> None:
         self.session, self.host = poll.session, name
         self.name = f"the host {name} of the ranks on {poll.node}"
-        self.silent_s = 0.0
+        self.is_ready, self.silent_s = True, 0.0
         self.waiting: dict[int, asyncio.Future[tuple[bytes, ...]]] = {}
         self.ended = ""  #: why it has ended
         self.ready: asyncio.Future[None] | None = None
         self.group: RankProcesses | None = None
         self.stream = _Stream(FromHost, self._receive)
-        self.last, self.asked_s, self._heard = 0, 0.0, True  #: of the newest poll
+        self.last, self.asked_s, self.heard = 0, 0.0, True  #: of the newest poll
         self.wake: Callable[[], None] = id  # type: ignore[assignment]
 
     def send(self, message: Any) -> None:
         self.stream.put(message)
         self.wake()
-
-    def take_beats(self) -> bool:
-        heard, self._heard = self._heard, False
-        return heard
 
     def kill(self) -> None:
         self.end("the ranks of the trainer were ended")
@@ -208,7 +204,7 @@ class _HostLink:
     def hear(self, number: int, poll: Poll) -> None:
         """Take what a poll says; it may be passed to the handler several times."""
         if number > self.last:
-            self.last, self.asked_s, self._heard = number, time.monotonic(), True
+            self.last, self.asked_s, self.heard = number, time.monotonic(), True
             try:
                 self.stream.feed(poll.data)
             except (ChildLost, msgspec.MsgspecError) as error:

@@ -10,10 +10,10 @@ Raises  RankError, which names the rank
 Orders go over channels (run/child_channel.py), not through a collective, in which an idle rank
 would reach the time limit. The end of its channel tells a rank that its starter is gone.
 
-An exit of a rank is noticed at once, a frozen rank by its heartbeats; a thread sends these so that
-no training step can delay them. A rank ends itself when its starter is frozen. All processes of the
-group hold the lock through one inherited descriptor: the ranks of the next trainer start when it
-is free, so former ranks never write at the same time.
+An exit of a rank is noticed at once, a frozen rank by its heartbeats, which it returns from its
+event loop while a thread computes. A rank ends itself when its starter is frozen. All processes of
+the group hold the lock through one inherited descriptor: the ranks of the next trainer start when
+it is free, so former ranks never write at the same time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ import fcntl
 import os
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -69,7 +68,7 @@ class OrderMessage(msgspec.Struct, tag="order", frozen=True, kw_only=True):
 
 
 class BeatMessage(msgspec.Struct, tag="beat", frozen=True):
-    """Sign of life of a starter."""
+    """Heartbeat of a starter, which a rank returns."""
 
 
 class DoneMessage(msgspec.Struct, tag="done", frozen=True, kw_only=True):
@@ -89,31 +88,22 @@ class FailedMessage(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
 
 
 Reply = DoneMessage | FailedMessage
-Answer = Reply | StoreRequest
+Answer = Reply | StoreRequest | BeatMessage
 """What a rank sends to its starter."""
 Order = OrderMessage | StoreReply | BeatMessage
 """What a starter sends to a rank."""
-
-
-class InheritedDescriptors(NamedTuple):
-    """Descriptor numbers that a rank inherits from its starter."""
-
-    beats: int  #: the write end of a pipe
-    lock: int  #: -1: none
 
 
 class Member(Protocol):
     """The ranks that one link reaches: one of this machine, or those of another node."""
 
     name: str  #: "rank 3 of the trainer"
+    is_ready: bool  #: whether it must be heard
+    heard: bool  #: whether it was, since this was reset
     silent_s: float
     waiting: dict[int, asyncio.Future[tuple[bytes, ...]]]  #: results, by number of the order
 
     def send(self, message: Any) -> None: ...
-
-    def take_beats(self) -> bool:
-        """Return whether it was heard since the last call, or is not expected to be."""
-        ...
 
     def kill(self) -> None: ...
 
@@ -229,8 +219,6 @@ class RankProcesses:
         if self._hosts is not None:
             await self._hosts.close()
         await asyncio.gather(*(rank.close() for rank in self._ranks))
-        for rank in self._ranks:
-            os.close(rank.beats)
         for task in self._tasks:
             task.cancel()
         if self._lock >= 0:
@@ -291,20 +279,13 @@ class RankProcesses:
             os.pwrite(self._lock, "\n".join((text, *names)).encode(), 0)
 
     def _launch_rank(self, number: int) -> None:
-        beats, their_beats = os.pipe()
-        os.set_blocking(beats, False)
-        given = InheritedDescriptors(their_beats, self._lock)
-        try:
-            spawned = spawn_child(
-                *self._program,
-                str(number),
-                *map(str, given),
-                stderr=subprocess.PIPE,
-                descriptors=[fd for fd in given if fd >= 0],
-            )
-        finally:
-            os.close(their_beats)
-        rank = _Rank(spawned, number, beats, self.handle_answer)
+        spawned = spawn_child(
+            *self._program,
+            str(number),
+            stderr=subprocess.PIPE,
+            descriptors=[self._lock] if self._lock >= 0 else [],
+        )
+        rank = _Rank(spawned, number, self.handle_answer)
         rank.channel.ended.add_done_callback(partial(self._handle_end, rank))
         self._ranks.append(rank)
         self._members.append(rank)
@@ -313,6 +294,7 @@ class RankProcesses:
 
     def handle_answer(self, member: Member, answer: Answer) -> None:
         """Handle a message of a rank, or of another node's ranks."""
+        member.heard = True
         if isinstance(answer, StoreRequest):
             loop = asyncio.get_running_loop()
             found = self.submit(answer)
@@ -323,8 +305,8 @@ class RankProcesses:
             )
         elif isinstance(answer, FailedMessage):
             self._tasks.append(asyncio.ensure_future(self._handle_failure(member, answer)))
-        elif not (future := member.waiting.pop(answer.number)).done():
-            future.set_result(answer.bodies)
+        elif isinstance(answer, DoneMessage) and not member.waiting[answer.number].done():
+            member.waiting.pop(answer.number).set_result(answer.bodies)
 
     async def _handle_failure(self, member: Member, reply: FailedMessage) -> None:
         if reply.kind == DISK:
@@ -353,7 +335,9 @@ class RankProcesses:
             await asyncio.sleep(BEAT_S)
             for member in self._members:
                 member.send(BeatMessage())
-                member.silent_s = 0.0 if member.take_beats() else member.silent_s + BEAT_S
+                heard = member.heard or not member.is_ready  # its imports take long
+                member.silent_s = 0.0 if heard else member.silent_s + BEAT_S
+                member.heard = False
                 if member.silent_s > self._lease_s:
                     self.fail_group(RankError(f"{member.name} {describe_silence(self._lease_s)}"))
 
@@ -381,13 +365,8 @@ class _Rank(Child):
     """A rank of this machine, as its starter sees it."""
 
     def __init__(
-        self,
-        spawned: Spawned,
-        number: int,
-        beats: int,
-        handle_answer: Callable[[Member, Answer], None],
+        self, spawned: Spawned, number: int, handle_answer: Callable[[Member, Answer], None]
     ) -> None:
-        """Set up; `beats`: the read end of its heartbeats."""
         super().__init__(
             spawned,
             Answer,
@@ -395,23 +374,20 @@ class _Rank(Child):
             on_output=print_output,
             bytes_max=ORDER_BYTES_MAX,
         )
-        self.name, self.number, self.beats = f"rank {number} of the trainer", number, beats
-        self.silent_s = 0.0
+        self.name, self.number = f"rank {number} of the trainer", number
+        self.heard, self.silent_s = True, 0.0
         self.waiting: dict[int, asyncio.Future[tuple[bytes, ...]]] = {}
 
     def send(self, message: Any) -> None:
         self.channel.send(message)
 
-    def take_beats(self) -> bool:
-        return bool(_drain_pipe(self.beats)) or not self.is_ready  # its imports take long
-
 
 class RankLink:
     """The link of a rank to its starter."""
 
-    def __init__(self, end: socket.socket, given: InheritedDescriptors, lease_s: float) -> None:
+    def __init__(self, end: socket.socket, lease_s: float) -> None:
         """Set up without a running event loop; `lease_s`: longest silence of the starter."""
-        self._end, self._given, self._lease_s = end, given, lease_s
+        self._end, self._lease_s = end, lease_s
         self._silent_s = 0.0
 
     def submit(self, request: StoreRequest) -> Future[bytes]:
@@ -422,8 +398,6 @@ class RankLink:
         """Carry out orders until the starter closes its end, is gone or silent.
 
         Each order is a task; tasks start in the order of arrival."""
-        fd = self._given.beats
-        threading.Thread(target=_send_beats, args=(fd,), name="beats", daemon=True).start()
         self._handle = handle
         self._tasks: set[asyncio.Task[None]] = set()
         self._channel = Channel(
@@ -437,9 +411,11 @@ class RankLink:
 
     def _receive(self, order: Order) -> None:
         self._silent_s = 0.0
-        if isinstance(order, StoreReply):
+        if isinstance(order, BeatMessage):
+            self._channel.send(order)
+        elif isinstance(order, StoreReply):
             self._stored.handle_reply(order)
-        elif isinstance(order, OrderMessage):
+        else:
             task = asyncio.ensure_future(self._carry_out(order))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -477,21 +453,6 @@ def _ignore_exception(task: asyncio.Future[Any]) -> None:
 
 def describe_silence(lease_s: float) -> str:
     return f"has been silent for {lease_s:g} s (coordinator.node_lease_ms)"
-
-
-def _send_beats(fd: int) -> None:
-    with suppress(OSError):  # rank 0 is gone
-        while True:
-            os.write(fd, b".")
-            time.sleep(BEAT_S / 2)
-
-
-def _drain_pipe(fd: int) -> bytes:
-    """Return the bytes that a pipe received since the last call."""
-    try:
-        return os.read(fd, 1 << 16)
-    except BlockingIOError:
-        return b""
 
 
 def _describe_dead_ranks(path: Path, recorded: str) -> str:

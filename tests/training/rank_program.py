@@ -9,7 +9,7 @@ import threading
 
 from laminar.config import ConfigError
 from laminar.run.child_process import connect_parent
-from laminar.training.rank_processes import InheritedDescriptors, RankLink
+from laminar.training.rank_processes import RankLink
 from laminar.training.ranks import RankStore
 from laminar.training.trainer_state import CheckpointError
 from tests.run.child_faults import act
@@ -23,9 +23,9 @@ ERRORS = {
 }
 
 
-def main(fd: str, parent: str, mode: str, rank: str, *descriptors: str) -> None:
+def main(fd: str, parent: str, mode: str, rank: str) -> None:
     end = connect_parent(fd, parent)
-    given, begun, go = InheritedDescriptors(*map(int, descriptors)), [], threading.Event()
+    begun, go = [], threading.Event()
 
     async def handle(order: bytes) -> bytes:
         word, _, number = order.decode().partition(" ")
@@ -47,7 +47,7 @@ def main(fd: str, parent: str, mode: str, rank: str, *descriptors: str) -> None:
 
     if mode == "late":
         threading.Event().wait()
-    link = RankLink(end, given, LEASE_S)
+    link = RankLink(end, LEASE_S)
     asyncio.run(link.serve_orders(handle))
 
 

@@ -25,7 +25,7 @@ from laminar.observe.telemetry import DRAIN_S
 from laminar.run.child_process import connect_parent
 from laminar.run.directory import run_config
 from laminar.run.fail_points import FailPoints
-from laminar.training.rank_processes import InheritedDescriptors, RankLink
+from laminar.training.rank_processes import RankLink
 
 OF_RANK_0 = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a terminal or batch system sends to all processes; rank 0 handles them."""
@@ -40,9 +40,7 @@ def build_rank_command(run_dir: Path, log: str = "", address: str = LOCALHOST) -
     return ["laminar.actors.system.rank_process", str(run_dir), log, interface_of(address)]
 
 
-def main(
-    fd: str, parent: str, run_dir: str, log: str, network: str, rank: str, *descriptors: str
-) -> NoReturn:
+def main(fd: str, parent: str, run_dir: str, log: str, network: str, rank: str) -> NoReturn:
     end = connect_parent(fd, parent)  # before the imports, which take seconds
     from laminar.actors.system.learners import worker_of
 
@@ -50,12 +48,12 @@ def main(
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     directory = Path(run_dir)
-    config, given = run_config(directory), InheritedDescriptors(*map(int, descriptors))
+    config = run_config(directory)
     telemetry = configure_logging(directory, config.run.name, f"{log}.rank-{rank}") if log else None
     if telemetry is not None:
         get_logger().info("rank", pid=os.getpid())
     points = FailPoints(directory if log else None)
-    link = RankLink(end, given, config.coordinator.node_lease_ms / 1000)
+    link = RankLink(end, config.coordinator.node_lease_ms / 1000)
     worker = worker_of(config, int(rank), link.submit, network, points.hit_failpoint)
 
     async def handle(order: bytes) -> bytes:
