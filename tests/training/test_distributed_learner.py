@@ -118,9 +118,11 @@ def test_ranks_load_score_train_and_publish_as_one_process(
     before = one.learner.compute_logprobs(PROBE)
     expected = one.learner.train_step(samples, 3)
     slot = tmp_path / "slot"
-    result, *scores, digest = run(
-        ranks, size, "publish", settings | {"trainer.offload": offload}, str(slot), samples
-    )
+    args = (settings | {"trainer.offload": offload}, str(slot), samples)
+    _, *again = run(ranks, size, "publish", *args)
+    content = slot.read_bytes()
+    result, *scores, digest = run(ranks, size, "publish", *args)
+    assert (slot.read_bytes(), *scores, digest) == (content, *again), "a repeated step differs"
     assert flat(scores[0]) == pytest.approx(flat(before), abs=1e-5)
     assert flat(scores[1]) == pytest.approx(flat(one.learner.compute_logprobs(PROBE)), abs=1e-3)
     memory = {name for name in result.metrics if name.endswith("_gb")}

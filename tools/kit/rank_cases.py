@@ -61,9 +61,9 @@ from laminar.weights.version.slot_writer import encode as encode_target
 VOCAB = 261
 PROBE = [[1, 2, 3, 4, 5], [200, 7, 260]]
 CPU = torch.device("cpu")
-GRIDS = ((2, 2), (4, 1), (3, 1))
+GRIDS = ((2, 2), (4, 1), (3, 1), (2, 3))
 LAYOUTS = tuple(RankLayout(*grid, shard) for grid in GRIDS for shard in ("node", "all"))
-"""Layouts over several nodes, whose groups exist."""
+"""Layouts over several nodes, whose groups exist if there are enough processes."""
 
 
 def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
@@ -73,7 +73,8 @@ def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection)
     join_rank_group(Rendezvous(file), rank, RankLayout(1, size, "node"), CPU, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     whole = {n: dist.new_group(list(range(n)), timeout) for n in range(1, size + 1)}
-    of_nodes = {layout: form_node_groups(rank, layout, timeout) for layout in LAYOUTS}
+    layouts = [layout for layout in LAYOUTS if layout.size <= size]
+    of_nodes = {layout: form_node_groups(rank, layout, timeout) for layout in layouts}
     while True:
         try:
             layout, function, args, kwargs = pipe.recv()
