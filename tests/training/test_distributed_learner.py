@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from laminar.actors.trainer import NO_PROBE
@@ -118,9 +119,11 @@ def test_ranks_load_score_train_and_publish_as_one_process(
     before = one.learner.compute_logprobs(PROBE)
     expected = one.learner.train_step(samples, 3)
     slot = tmp_path / "slot"
-    result, *scores, digest = run(
-        ranks, size, "publish", settings | {"trainer.offload": offload}, str(slot), samples
-    )
+    args = (settings | {"trainer.offload": offload}, str(slot), samples)
+    _, *again = run(ranks, size, "publish", *args)
+    content = slot.read_bytes()
+    result, *scores, digest = run(ranks, size, "publish", *args)
+    assert (slot.read_bytes(), *scores, digest) == (content, *again), "a repeated step differs"
     assert flat(scores[0]) == pytest.approx(flat(before), abs=1e-5)
     assert flat(scores[1]) == pytest.approx(flat(one.learner.compute_logprobs(PROBE)), abs=1e-3)
     memory = {name for name in result.metrics if name.endswith("_gb")}
@@ -261,6 +264,16 @@ async def test_bugs_of_what_is_saved_and_published_are_seen(
     assert differs("rows elsewhere") == elsewhere
     assert differs("others write late") == {"digest", "damaged"}
     assert differs("rows of the first node", FULL) == elsewhere
+
+
+def test_ranks_of_all_nodes_continue_after_a_full_disk(
+    source: Path, tmp_path: Path, ranks: RankGroup
+) -> None:
+    """Those that have sent rows for a file that was not written take the next order."""
+    failed = ranks.call(FULL, "write_twice", settings_of(source), tmp_path)
+    assert failed == [[True, False], *[[False, False]] * 3]
+    found, expected = load_file(tmp_path / FILES[0]), load_file(source / FILES[0])
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
 def test_buffers_that_are_in_no_file_are_made(

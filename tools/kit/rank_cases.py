@@ -6,9 +6,10 @@ Everything is a function of its arguments, so a test can also run it in its own 
 from __future__ import annotations
 
 import asyncio
+import errno
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -50,7 +51,13 @@ from laminar.training.ranks import (
     form_node_groups,
     join_rank_group,
 )
-from laminar.training.shared_safetensors import Rows, TensorLayouts, get_layouts, rows_of
+from laminar.training.shared_safetensors import (
+    Rows,
+    TensorLayouts,
+    create_file,
+    get_layouts,
+    rows_of,
+)
 from laminar.training.steps import StepResult, TrainSample
 from laminar.training.trainer_state import ResumeState, encode
 from laminar.weights.version import manifest as mf
@@ -61,9 +68,9 @@ from laminar.weights.version.slot_writer import encode as encode_target
 VOCAB = 261
 PROBE = [[1, 2, 3, 4, 5], [200, 7, 260]]
 CPU = torch.device("cpu")
-GRIDS = ((2, 2), (4, 1), (3, 1))
+GRIDS = ((2, 2), (4, 1), (3, 1), (2, 3))
 LAYOUTS = tuple(RankLayout(*grid, shard) for grid in GRIDS for shard in ("node", "all"))
-"""Layouts over several nodes, whose groups exist."""
+"""Layouts over several nodes, whose groups exist if there are enough processes."""
 
 
 def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
@@ -73,7 +80,8 @@ def serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection)
     join_rank_group(Rendezvous(file), rank, RankLayout(1, size, "node"), CPU, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     whole = {n: dist.new_group(list(range(n)), timeout) for n in range(1, size + 1)}
-    of_nodes = {layout: form_node_groups(rank, layout, timeout) for layout in LAYOUTS}
+    layouts = [layout for layout in LAYOUTS if layout.size <= size]
+    of_nodes = {layout: form_node_groups(rank, layout, timeout) for layout in layouts}
     while True:
         try:
             layout, function, args, kwargs = pipe.recv()
@@ -584,6 +592,30 @@ def on_ranks(
         if failed:
             raise failed
         return None
+
+
+def write_twice(ranks: Ranks, settings: dict[str, Any], target: Path) -> list[bool]:
+    """Write the weights twice, first while the disk is full for rank 0; return what failed."""
+    worker, usual = GroupWorker(ranks, make_config(settings)), distributed_learner.write_rows
+    worker.execute_order(distributed_learner.LoadOrder())
+    if ranks.rank == 0:
+        for name, file in worker.plan_files(copied=False).items():
+            create_file(target / name, file.layouts)
+    ranks.all_reduce(torch.zeros(1))
+
+    def fail(path: Path, layouts: Any, rows: Any, rank: int) -> Any:
+        if rank == 0:
+            raise OSError(errno.ENOSPC, f"full after {next(rows)[0]}")
+        return usual(path, layouts, rows, rank)
+
+    failed = []
+    for write in (fail, usual):
+        with replaced(distributed_learner, "write_rows", write), suppress(OSError):
+            failed.append(True)
+            worker.execute_order(distributed_learner.WriteFilesOrder(str(target), False))
+            failed[-1] = False
+    ranks.all_reduce(torch.zeros(1))
+    return failed
 
 
 async def publish(trainer: OnRanks, path: str, samples: list[TrainSample]) -> Any:

@@ -1,4 +1,4 @@
-"""Four torch.distributed processes, started once, of which a test uses as many as it needs.
+"""Four or more torch.distributed processes, started once, of which a test uses as many as it needs.
 
 Gives   RankGroup: its processes run functions of tools/kit/rank_cases.py
 """
@@ -21,18 +21,18 @@ ANSWER_S = 90.0  #: longer than the ranks wait for each other
 class RankGroup:
     """A group of processes forked from one that has imported torch, so imports happen once."""
 
-    def __init__(self, timeout_s: float = 30.0) -> None:
-        """Start the processes; `timeout_s` limits how long the ranks wait for each other."""
+    def __init__(self, timeout_s: float = 30.0, size: int = SIZE) -> None:
+        """Start `size` processes; `timeout_s` limits how long the ranks wait for each other."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tools.kit.rank_cases"])
         self._stack = ExitStack()
         store = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "meeting"
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(SIZE):
+        for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, store, timeout_s, theirs), daemon=True
+                target=_serve, args=(rank, size, store, timeout_s, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -70,7 +70,7 @@ class RankGroup:
         self._stack.close()
 
 
-def _serve(rank: int, store: Path, timeout_s: float, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: Path, timeout_s: float, pipe: Connection) -> None:
     from tools.kit import rank_cases
 
-    rank_cases.serve(rank, SIZE, store, timeout_s, pipe)
+    rank_cases.serve(rank, size, store, timeout_s, pipe)

@@ -24,6 +24,7 @@ from laminar.training import threaded
 from laminar.training.checkpoints.checkpoint import load_checkpoint
 from laminar.training.model.lora_targets import check_lora
 from laminar.training.model.policy import check_files, load_critic, load_policy, named_weights
+from laminar.training.ranks import RankLayout
 from laminar.training.steps import TrainSample
 from laminar.training.threaded import ThreadedLearner
 from tests.training.test_distributed_learner import OneProcess
@@ -244,10 +245,13 @@ async def test_ranks_have_the_tensors_of_one_process(
     saved, tensors = await one.save(tmp_path / "saved"), dict(one.weights())
     load_checkpoint(saved, one.learner)
     assert all(torch.equal(found, tensors[name]) for name, found in one.weights())
-    for size in (1, 2, 3):
+    slots = []
+    for size in (1, 2, 3, RankLayout(2, 2, "node"), RankLayout(2, 2, "all")):
         assert ranks.call(size, "on_ranks", "compare", settings)[0] == len(tensors)
         args = (settings, str(tmp_path / "slot"), rank_cases.make_samples())
         assert ranks.call(size, "on_ranks", "publish", *args)[0][1] == expected
+        slots.append(np.fromfile(tmp_path / "slot", np.float32))
+        assert slots[-1] == pytest.approx(slots[0], abs=1e-3)
         target = tmp_path / f"of {size}"
         args = (settings, str(saved), str(target))
         assert ranks.call(size, "on_ranks", "save_again", *args)[0] == one.digest()
