@@ -55,7 +55,9 @@ NO_PROBE = mf.Probe(sequences=((0, 0),), logprobs=((0.0,),), tolerance=1.0, mean
 ROUNDING = (
     "torch",
     "threads",
+    "nodes",
     "ranks",
+    "shard",
     "micro_batch_tokens",
     "logit_chunk_tokens",
     "functions",

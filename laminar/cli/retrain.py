@@ -34,6 +34,7 @@ from laminar.storage.handlers import Handlers
 from laminar.training.trainer_state import CheckpointError, ResumeState, decode
 
 if TYPE_CHECKING:
+    from laminar.training.ranks import RankLayout
     from laminar.training.steps import TrainSample
     from laminar.weights.version.manifest import TensorSpec
 
@@ -55,6 +56,7 @@ def run_retrain(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.run} has not completed a step to repeat")
     with open_tables(arguments.run / STORE_FILE) as tables:
         begin = find_start(arguments.run, found, tables.removed_payloads())
+        check_layout(config, arguments.run, found, begin.step)
         steps = found.steps[begin.step - found.first_step :]
         again = partial(_Retraining, config, Handlers(tables), arguments.run, found.functions)
         return asyncio.run(_retrain_steps(again, steps, begin))
@@ -132,20 +134,52 @@ def find_start(run_dir: Path, found: TrainedSteps, removed: Set[str]) -> Retrain
         what = f"step {found.first_step}, the start of the fork"
         return RetrainStart(*begun, what, run_dir / ORIGIN_DIR)
     later = {}
-    for path in (run_dir / CHECKPOINTS_DIR).glob(f"[!.]*/{RESUME_FILE}"):
-        with suppress(CheckpointError, OSError):
-            resume = decode(path.read_bytes())
-            if resume.step > last and (step := _find_maker(resume, found)) is not None:
-                what = f"step {resume.step}, a checkpoint"
-                later[resume.step] = RetrainStart(
-                    resume.step, step.version, step.digest, what, path.parent
-                )
+    for directory, resume, step in _iter_checkpoints(run_dir, found):
+        if resume.step > last:
+            what = f"step {resume.step}, a checkpoint"
+            later[resume.step] = RetrainStart(
+                resume.step, step.version, step.digest, what, directory
+            )
     if not later:
         raise ConfigError(
             f"tokens of step {last + 1} were removed from the store (store.payload_gb), and "
             f"{run_dir / CHECKPOINTS_DIR} has no later checkpoint of this log"
         )
     return later[min(later)]
+
+
+def check_layout(config: Config, run_dir: Path, found: TrainedSteps, begin: int) -> None:
+    """Raise ConfigError if checkpoints after step `begin` were trained in another layout of ranks.
+
+    A fork, or a resumed run, may have another one than before; sums then round differently."""
+    from laminar.training.ranks import RankLayout
+
+    present = RankLayout.from_config(config)
+    for directory, resume, _ in _iter_checkpoints(run_dir, found):
+        facts = resume.learner
+        before = RankLayout(facts.nodes, facts.ranks, facts.shard)
+        if resume.step > begin and before != present:
+            raise ConfigError(
+                f"{directory} was trained by {_describe_layout(before)}, but {run_dir} now has "
+                f"{_describe_layout(present)}, whose sums round differently; repeat the steps "
+                "with a copy of the run whose config.toml has the former layout"
+            )
+
+
+def _describe_layout(layout: RankLayout) -> str:
+    names = zip(layout._fields, layout, strict=True)
+    return ", ".join(f"trainer.{name} = {value}" for name, value in names)
+
+
+def _iter_checkpoints(
+    run_dir: Path, found: TrainedSteps
+) -> Iterator[tuple[Path, ResumeState, TrainedStep]]:
+    """Yield the readable checkpoints of this log: directory, state and last step."""
+    for path in sorted((run_dir / CHECKPOINTS_DIR).glob(f"[!.]*/{RESUME_FILE}")):
+        with suppress(CheckpointError, OSError):
+            resume = decode(path.read_bytes())
+            if (step := _find_maker(resume, found)) is not None:
+                yield path.parent, resume, step
 
 
 def _find_maker(resume: ResumeState, found: TrainedSteps) -> TrainedStep | None:

@@ -263,7 +263,7 @@ class Learner:
         return LearnerFacts(
             torch=str(torch.__version__),
             threads=torch.get_num_threads(),
-            ranks=self.ranks.size,
+            **self.ranks.layout._asdict(),
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             logit_chunk_tokens=self.config.trainer.logit_chunk_tokens,
             prompts_once=self.policy.reads_prompts_once(self.compute),

@@ -55,7 +55,7 @@ class RankLayout(NamedTuple):
     @staticmethod
     def from_config(config: Config) -> RankLayout:
         trainer = config.trainer
-        shard = "all" if trainer.shard == "all" else "node"
+        shard = "all" if trainer.shard == "all" and trainer.nodes > 1 else "node"
         return RankLayout(trainer.nodes, trainer.ranks, shard)
 
 

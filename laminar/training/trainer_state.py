@@ -28,7 +28,9 @@ class LearnerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     torch: str  #: version of torch; another may round differently
     threads: int
-    ranks: int = 1
+    nodes: int = 1
+    ranks: int = 1  #: of each node
+    shard: str = "node"  #: RankLayout.shard, which says what is summed in which order
     micro_batch_tokens: int
     logit_chunk_tokens: int = 0  #: 0: a whole pass in one chunk
     prompts_once: bool = (
