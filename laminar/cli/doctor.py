@@ -372,8 +372,6 @@ def _check_memory(config: Config | None = None) -> str:
 
 def _check_slurm(config: Config) -> str:
     """Check that Slurm would accept the jobs: partition, account, resources."""
-    check_accepted(scripts_of(config, config.run_dir))
+    check_accepted(scripts := scripts_of(config, config.run_dir))
     asked = config.slurm.partition or "the default partition"
-    further = f" and {config.trainer.nodes - 1} trainer nodes" * (config.trainer.nodes > 1)
-    rollouts = f"{config.slurm.rollouts} for rollout machines"
-    return f"{asked} accepts a job for the service and {rollouts}{further}"
+    return f"{asked} accepts the jobs: {', '.join(['service', *scripts.arrays])}"

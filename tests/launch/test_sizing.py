@@ -93,17 +93,14 @@ def test_sequences_stay_within_the_sessions(large: Path, tmp_path: Path) -> None
     assert not sizing.derive_sequences(config(tmp_path, **asked), H100)  # the checks refuse it
 
 
-@pytest.mark.parametrize(
-    ("settings", "here", "shard"),
-    [
-        ("trainer.ranks=8", (8, H100), "node"),
-        ("trainer.ranks=2", (8, H100), "all"),
-        ("trainer.ranks=2 trainer.shard=node", (8, H100), "node"),
-        ("trainer.ranks=4 slurm.gpus=8", None, "all"),
-        ("trainer.ranks=4 slurm.gpus=8 run.planned_gpus=8x80", None, "node"),
-        ("trainer.ranks=2", None, "node"),  # on machines of unknown memory
-    ],
-)
+@pytest.mark.parametrize(("settings", "here", "shard"), [
+    ("trainer.ranks=8", (8, H100), "node"),
+    ("trainer.ranks=2", (8, H100), "all"),
+    ("trainer.ranks=2 trainer.shard=node", (8, H100), "node"),
+    ("trainer.ranks=4 slurm.gpus=8", None, "all"),
+    ("trainer.ranks=4 slurm.gpus=8 run.planned_gpus=8x80", None, "node"),
+    ("trainer.ranks=2", None, "node"),  # on machines of unknown memory
+])  # fmt: skip
 def test_a_model_is_divided_among_all_nodes_if_one_has_too_little_memory(
     load: Load, settings: str, here: tuple[int, int] | None, shard: str
 ) -> None:
