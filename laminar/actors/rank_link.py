@@ -30,7 +30,7 @@ import msgspec
 from laminar.actors.host import Host
 from laminar.events.families import Family, Item, WireError
 from laminar.net.calls import Batch, Client, RpcError
-from laminar.run.child_channel import HEADER, ChildLost, Ready, encode_frame, read_size
+from laminar.run.child_channel import ChildLost, FrameBuffer, Ready, encode_frame
 from laminar.training import rank_processes
 from laminar.training.rank_processes import (
     BEAT_S,
@@ -82,39 +82,24 @@ class LinkEnded(Exception):
     """The link of a host has ended; its ranks must end, too."""
 
 
-class _Stream:
-    """An end of a link: messages to send, cut into parts, and received parts, joined."""
+class _Outbox:
+    """Messages to send, cut into parts."""
 
-    def __init__(self, kind: Any, on_message: Callable[[Any], object]) -> None:
-        self._decoder, self._on_message = msgspec.msgpack.Decoder(kind), on_message
-        self._unsent, self._received = deque[memoryview](), bytearray()
+    def __init__(self) -> None:
+        self._parts = deque[memoryview]()
 
     def put(self, message: Any) -> None:
         frame = memoryview(encode_frame(message))
-        for start in range(0, len(frame), PART_BYTES):
-            self._unsent.append(frame[start : start + PART_BYTES])
+        self._parts.extend(frame[at : at + PART_BYTES] for at in range(0, len(frame), PART_BYTES))
 
     def __bool__(self) -> bool:
-        """Return whether there is something to send."""
-        return bool(self._unsent)
+        return bool(self._parts)
 
     def take_part(self) -> bytes:
         part = bytearray()
-        while self._unsent and len(part) + len(self._unsent[0]) <= PART_BYTES:
-            part += self._unsent.popleft()
+        while self._parts and len(part) + len(self._parts[0]) <= PART_BYTES:
+            part += self._parts.popleft()
         return bytes(part)
-
-    def feed(self, data: bytes) -> None:
-        """Add a received part; ChildLost for bytes that are no messages."""
-        self._received += data
-        while len(self._received) >= HEADER.size:
-            end = HEADER.size + read_size(self._received, ORDER_BYTES_MAX)
-            if len(self._received) < end:
-                return
-            with memoryview(self._received) as received:
-                message = self._decoder.decode(received[HEADER.size : end])
-            del self._received[:end]
-            self._on_message(message)
 
 
 class TrainerLink:
@@ -125,12 +110,13 @@ class TrainerLink:
     ) -> None:
         """`lease_s`: longest silence of the trainer."""
         self._client, self._node, self._lease_s = client, node, lease_s
-        self._stream = _Stream(ToHost, on_message)
+        self._outbox, self._received = _Outbox(), FrameBuffer(ToHost, ORDER_BYTES_MAX)
+        self._on_message = on_message
         self._session, self._trainer = secrets.token_hex(8), ""
         self._news = asyncio.Event()
 
     def send(self, message: FromHost) -> None:
-        self._stream.put(message)
+        self._outbox.put(message)
         self._news.set()
 
     async def run(self) -> None:
@@ -139,7 +125,7 @@ class TrainerLink:
         try:
             while True:
                 # A second poll carries what came up while the first one waits for an answer.
-                if not polls or (self._stream and len(polls) == 1):
+                if not polls or (self._outbox and len(polls) == 1):
                     polls.append(asyncio.ensure_future(self._poll()))
                     continue
                 self._news.clear()
@@ -153,7 +139,7 @@ class TrainerLink:
                 poll.cancel()
 
     async def _poll(self) -> bytes:
-        part = self._stream.take_part()
+        part = self._outbox.take_part()
         poll = Poll(session=self._session, node=self._node, trainer=self._trainer, data=part)
         return await self._client.call(_encode(poll), self._lease_s)
 
@@ -163,7 +149,8 @@ class TrainerLink:
             if reply.ended:
                 raise LinkEnded(reply.ended)
             self._trainer = reply.trainer
-            self._stream.feed(reply.data)
+            for message in self._received.feed(reply.data):
+                self._on_message(message)
         except TimeoutError:
             raise LinkEnded(f"the trainer {describe_silence(self._lease_s)}") from None
         except (RpcError, ChildLost) as error:
@@ -181,12 +168,12 @@ class _HostLink:
         self.ended = ""  #: why it has ended
         self.ready: asyncio.Future[None] | None = None
         self.group: RankProcesses | None = None
-        self.stream = _Stream(FromHost, self._receive)
+        self.outbox, self._received = _Outbox(), FrameBuffer(FromHost, ORDER_BYTES_MAX)
         self.last, self.asked_s, self.heard = 0, 0.0, True  #: of the newest poll
         self.wake: Callable[[], None] = id  # type: ignore[assignment]
 
     def send(self, message: Any) -> None:
-        self.stream.put(message)
+        self.outbox.put(message)
         self.wake()
 
     def kill(self) -> None:
@@ -206,8 +193,9 @@ class _HostLink:
         if number > self.last:
             self.last, self.asked_s, self.heard = number, time.monotonic(), True
             try:
-                self.stream.feed(poll.data)
-            except (ChildLost, msgspec.MsgspecError) as error:
+                for message in self._received.feed(poll.data):
+                    self._receive(message)
+            except ChildLost as error:
                 self.end(str(error))
 
     def _receive(self, message: FromHost) -> None:
@@ -320,6 +308,6 @@ class TrainerLinks:
         link.hear(number, poll)
         if link.ended:
             return _encode(Reply(trainer=own, ended=link.ended))
-        if waits and not (poll.data or link.stream) and time.monotonic() - link.asked_s < BEAT_S:
+        if waits and not (poll.data or link.outbox) and time.monotonic() - link.asked_s < BEAT_S:
             return None
-        return _encode(Reply(trainer=own, data=link.stream.take_part() if waits else b""))
+        return _encode(Reply(trainer=own, data=link.outbox.take_part() if waits else b""))

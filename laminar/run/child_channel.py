@@ -76,6 +76,29 @@ def make_garbage_error(reason: object) -> ChildLost:
     return ChildLost(f"it sent something else than a message ({reason})")
 
 
+class FrameBuffer:
+    """Received bytes, from which whole messages are taken."""
+
+    def __init__(self, kind: Any, bytes_max: int) -> None:
+        self._decoder, self._bytes_max = msgspec.msgpack.Decoder(kind), bytes_max
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Add bytes; yield the messages that are complete. ChildLost for other bytes."""
+        self._received += data
+        try:
+            while len(self._received) >= HEADER.size:
+                end = HEADER.size + read_size(self._received, self._bytes_max)
+                if len(self._received) < end:
+                    return
+                with memoryview(self._received) as received:
+                    message = self._decoder.decode(received[HEADER.size : end])
+                del self._received[:end]
+                yield message
+        except msgspec.DecodeError as error:
+            raise make_garbage_error(error) from error
+
+
 class BlockingChannel:
     """An end of a channel that waits for messages; None is the end of the channel."""
 
@@ -148,12 +171,12 @@ class Channel:
     ) -> None:
         """`kind`: the type of the messages to this end, `bytes_max`: the limit of their size."""
         end.setblocking(False)
-        self._socket, self._decoder = end, msgspec.msgpack.Decoder(kind)
-        self._on_message, self._bytes_max, self._hang_up_s = on_message, bytes_max, hang_up_s
+        self._socket, self._received = end, FrameBuffer(kind, bytes_max)
+        self._on_message, self._hang_up_s = on_message, hang_up_s
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[ChildLost] = self._loop.create_future()  #: why it has ended
         self._reply: asyncio.Future[Any] | None = None
-        self._received, self._unsent = bytearray(), bytearray()
+        self._unsent = bytearray()
         self._loop.add_reader(end, self._receive)
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
@@ -241,26 +264,12 @@ class Channel:
                 self._hang_up_s, self.end_channel, ChildLost("it closed its channel")
             )
             return False
-        self._received += data
         try:
-            while (message := self._take_message()) is not None:
+            for message in self._received.feed(data):
                 self._deliver_message(message)
         except ChildLost as error:
             self.end_channel(error)
-        except msgspec.DecodeError as error:
-            self.end_channel(make_garbage_error(error))
         return True
-
-    def _take_message(self) -> Any:
-        if len(self._received) < HEADER.size:
-            return None
-        end = HEADER.size + read_size(self._received, self._bytes_max)
-        if len(self._received) < end:
-            return None
-        with memoryview(self._received) as received:
-            message = self._decoder.decode(received[HEADER.size : end])
-        del self._received[:end]
-        return message
 
     def _deliver_message(self, message: Any) -> None:
         if self._reply is not None and not self._reply.done():

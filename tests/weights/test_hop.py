@@ -26,7 +26,7 @@ from laminar.weights.delta.cache import DeltaCache
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import VersionCopy, pack_have
 from laminar.weights.version.table import VersionTable
-from tools.bench.weights.relay_process import digest_of, draft
+from tools.bench.weights.relay_process import chunks_of_ranks, digest_of, draft
 
 SIZE, CHUNK = 4096, 512
 CHUNKS = SIZE // CHUNK
@@ -138,7 +138,7 @@ class Relay:
         grant = self.slots.grant_slot(f"trainer-{version}")
         assert grant is not None
         data, like = content(version), draft(version, SIZE, CHUNK, PARTS)
-        bounds, mine = mf.chunk_bounds(like), mf.chunks_of_ranks(like, [rank])
+        bounds, mine = mf.chunk_bounds(like), chunks_of_ranks(like, [rank])
         self.memory[grant.slot][:] = bytes(SIZE)
         for i in mine:
             self.memory[grant.slot][bounds[i] : bounds[i + 1]] = data[

@@ -10,7 +10,7 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import DIGEST_CHUNKS, VersionCopy, pack_have, unpack_have
 from laminar.weights.version.hashes import compute_checksums
 from laminar.weights.version.table import VersionTable
-from tools.bench.weights.relay_process import draft
+from tools.bench.weights.relay_process import chunks_of_ranks, draft
 
 SIZE, CHUNK = 1024, 64
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
@@ -37,10 +37,10 @@ def test_chunks_end_where_another_rank_begins() -> None:
     assert bounds[:3] == [0, 64, 100] and bounds[-1] == SIZE
     assert 500 not in bounds and 630 in bounds  # both sides of 500 are rank 1's
     assert mf.count_chunks(like) == len(bounds) - 1
-    ours, theirs = (mf.chunks_of_ranks(like, [rank]) for rank in (0, 1))
+    ours, theirs = (chunks_of_ranks(like, [rank]) for rank in (0, 1))
     assert sorted([*ours, *theirs]) == list(range(len(bounds) - 1))
     assert bounds[theirs[0]] == 100 and bounds[theirs[-1] + 1] == 630
-    assert mf.chunks_of_ranks(like, [0, 1]) == list(range(len(bounds) - 1))
+    assert chunks_of_ranks(like, [0, 1]) == list(range(len(bounds) - 1))
 
 
 def test_a_chunk_counts_when_it_has_its_checksum() -> None:

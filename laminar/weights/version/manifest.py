@@ -16,7 +16,7 @@ where the bytes of another rank begin, so that each chunk can be hashed by the m
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -206,20 +206,6 @@ def chunk_bounds(draft: Draft) -> list[int]:
     for start, end in _iter_rank_runs(draft):
         bounds.extend(range(start, end, draft.chunk_bytes))
     return [*bounds, draft.total_bytes]
-
-
-def chunks_of_ranks(draft: Draft, ranks: Collection[int]) -> list[int]:
-    """Return the indices of the chunks that these ranks write, ascending."""
-    owners = iter(draft.parts)
-    owner = next(owners)
-    following = next(owners, None)
-    found: list[int] = []
-    for index, start in enumerate(chunk_bounds(draft)[:-1]):
-        while following is not None and following.offset <= start:
-            owner, following = following, next(owners, None)
-        if owner.rank in ranks:
-            found.append(index)
-    return found
 
 
 def is_same_layout(a: Draft, b: Draft) -> bool:

@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -65,6 +65,20 @@ def draft(
         chunk_bytes=chunk_bytes,
         probe=None,
     )
+
+
+def chunks_of_ranks(draft: mf.Draft, ranks: Collection[int]) -> list[int]:
+    """Return the indices of the chunks that these ranks write, ascending."""
+    owners = iter(draft.parts)
+    owner = next(owners)
+    following = next(owners, None)
+    found: list[int] = []
+    for index, start in enumerate(mf.chunk_bounds(draft)[:-1]):
+        while following is not None and following.offset <= start:
+            owner, following = following, next(owners, None)
+        if owner.rank in ranks:
+            found.append(index)
+    return found
 
 
 def digest_of(data: Any) -> str:
@@ -330,7 +344,7 @@ class _Stub:
         slot = self._filled(f"trainer-{like.version}", like.version)
         view = memoryview(self.memory[slot])
         bounds = mf.chunk_bounds(like)
-        mine = mf.chunks_of_ranks(like, [rank])
+        mine = chunks_of_ranks(like, [rank])
         lacking = set(range(len(bounds) - 1)).difference(mine)
         for index in lacking:
             view[bounds[index] : bounds[index + 1]] = bytes(bounds[index + 1] - bounds[index])
