@@ -12,8 +12,8 @@ than a frame. Requests of one process arrive once and in order, so a part needs 
 
 A host begins a link only when none of its ranks lives, and chooses a new session for it. A group is
 started on hosts that are free; more hosts than nodes are spares. Hosts of the former group, which
-the trainer's lock file names, must say that they are free, or be silent for so long that their
-ranks have ended: their lease, and as long again.
+the trainer's lock file names, must say that they are free, have left, or be silent for so long that
+their ranks have ended: their lease, and as long again.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class TrainerLinks:
             free = {link.host: link for link in self._links.values() if not link.ended}
             now_s = time.monotonic()
             late = now_s - begun_s > 2 * self._lease_s
-            alive = [] if late else [name for name in former if name not in free]
+            alive = [] if late else [n for n in former if n not in free and self._may_live(n)]
             if len(free) >= self._wanted and not alive:
                 first = sorted(free, key=lambda name: (name not in former, name))
                 return [free[name] for name in first[: self._wanted]]
@@ -264,6 +264,13 @@ class TrainerLinks:
                 group.say(text)
             self._changed.clear()
             await asyncio.wait({asyncio.ensure_future(self._changed.wait())}, timeout=BEAT_S)
+
+    def _may_live(self, host: str) -> bool:
+        """Return whether ranks of this host may live: its lock file names them until they end."""
+        try:
+            return (self._host.run_dir / f"{host}.lock").stat().st_size > 0
+        except FileNotFoundError:
+            return False
 
     def _describe_wait(self, free: dict[str, _HostLink], alive: list[str]) -> str:
         if alive:

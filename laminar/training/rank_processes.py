@@ -222,6 +222,8 @@ class RankProcesses:
         for task in self._tasks:
             task.cancel()
         if self._lock >= 0:
+            if self._hosts is None:
+                os.ftruncate(self._lock, 0)  # a trainer elsewhere reads that none is left
             os.close(self._lock)
 
     # --- starting -----------------------------------------------------------------------------

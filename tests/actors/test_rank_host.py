@@ -55,11 +55,15 @@ class Nodes:
         self.hosts[host.name] = host, actor
         await actor.start()
 
-    async def end_host(self, name: str) -> None:
-        """End a host as a kill does, and its ranks with it."""
+    async def end_host(self, name: str, *, killed: bool = False) -> None:
+        """End a host and its ranks; a killed one leaves its lock file as it is."""
         host, actor = self.hosts.pop(name)
+        lock = self.run_dir / f"{name}.lock"
+        pids = lock.read_text() if killed else ""
         host.end()
         await actor.stop()
+        if killed:
+            lock.write_text(pids)
 
     async def close(self) -> None:
         await self.group.close()
@@ -111,15 +115,16 @@ async def test_the_end_of_a_rank_elsewhere_is_named_and_ends_all(tmp_path: Path)
             await until(lambda: actor.is_idle)  # noqa: B023
 
 
+@pytest.mark.parametrize("killed", [True, False])
 async def test_a_spare_takes_the_place_of_a_lost_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_link, "WAIT_NOTE_S", 0.0)
     async with nodes(tmp_path, 1, 2, settings=[SHORT_LEASE]) as found:
         assert (tmp_path / "trainer.lock").read_text().splitlines()[1:] == ["ranks-1", "ranks-2"]
         waits = asyncio.ensure_future(found.group.call_ranks(b"wait"))
         await found.add_host(3)
-        await found.end_host("ranks-1")
+        await found.end_host("ranks-1", killed=killed)
         with pytest.raises(RankError, match=r"host ranks-1 of the ranks on trainer-node-1"):
             await waits
         await found.group.close()
@@ -127,7 +132,7 @@ async def test_a_spare_takes_the_place_of_a_lost_host(
         await found.group.start()
         assert len(await found.group.call_ranks(b"order")) == 5
         text = "waiting for the ranks of the former trainer on ranks-1 to end"
-        assert text in found.trainer.announced, "its ranks may live for two leases"
+        assert (text in found.trainer.announced) == killed, "its ranks may live for two leases"
         assert (tmp_path / "trainer.lock").read_text().splitlines()[1:] == ["ranks-2", "ranks-3"]
 
 
