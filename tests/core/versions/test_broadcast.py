@@ -345,7 +345,8 @@ def test_other_bytes_of_the_trainer_go_out_under_another_number(steps: int) -> N
     again = msgspec.structs.replace(other, version=steps + 1, held=(steps + 1,))
     assert not restarted(bench.say("relay-0", again))
     versions = bench.state.versions
-    assert (versions.newest, versions.newest_step, versions.newest_digest) == (steps + 1, steps, "x")
+    assert (versions.newest, versions.newest_step) == (steps + 1, steps)
+    assert versions.newest_digest == "x"
     assert versions.owed == -1
     assert all(trained.digest == "x" for trained in bench.state.steps.trained)
 
