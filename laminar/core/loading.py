@@ -66,7 +66,7 @@ def on_weights_published(ctx: Context, event: ev.WeightsPublished) -> None:
         _record_newest(state, event)
     known = not broadcast.record_held_versions(ctx, relay, event.version, event.digest, event.held)
     if relay.newest < event.version:  # it has other bytes, and loads again
-        return ctx.ignore("repeat") if known else None
+        return ctx.ignore("repeat") if known else publishing.renumber_newest(ctx, event.digest)
     if publishing.end_republish(ctx, event.version) or not known or news:
         if event.version >= publishing.last_made(state):  # a newer one is still due otherwise
             ctx.clear_timer(keys.WEIGHTS)

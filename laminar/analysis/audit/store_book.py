@@ -6,7 +6,7 @@ Raises  ConfigError or sqlite3.Error when the database cannot be read
 
 Ended trajectories must match exactly: end, tokens, reward. In a running run, live trajectories may
 be further in the store than in the log read before it, so only an end without a decision is an
-error.
+error. A dropped one may have the context of a turn that its host, since lost, never requested.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _closed_problems(name: TrajectoryId, row: Row, account: Account) -> list[str
     if ordered is not None and not account.in_flight:
         pairs.append(("weights (version, step)", (row.weight_version, row.version_step), ordered))
     finished, rewarded = account.finished.get(name), account.rewarded.get(name)
-    if finished is not None:
+    if finished is not None and (rewarded is not None or row.turns < row.segments):
         ended_by = rewarded.ended_by if rewarded is not None else ""
         pairs.append(("finish reason", row.finish_reason, ended_by or finished.finish_reason))
     if rewarded is not None:

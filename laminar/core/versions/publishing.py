@@ -10,7 +10,8 @@ before it waits for a batch.
 
 A trainer that was lost after the export may have other bytes than were exported. It publishes
 nothing while the relay of its machine has the export, which the final evaluation uses. If that copy
-is lost, too, its present weights are published and exported instead.
+is lost, too, its present weights are published and exported instead. A published version that the
+trainer must publish again, and of which it has other bytes, gets another number.
 """
 
 from __future__ import annotations
@@ -86,6 +87,19 @@ def has_other_bytes(state: State) -> bool:
     if not state.steps.trained or state.versions.newest_step != state.steps.completed:
         return False
     return state.steps.trained[-1].digest not in ("", state.versions.newest_digest)
+
+
+def renumber_newest(ctx: Context, digest: str) -> None:
+    """Let the digest of the trainer's present weights count, though others of this step are out.
+
+    They go out under another number, once the relay that was restarted for them is back. A later
+    version makes that unnecessary, and an export is repeated when it is owed."""
+    state, versions = ctx.state, ctx.state.versions
+    if state.steps.trained and versions.newest_step == state.steps.completed:
+        state.steps.trained[-1].digest = digest
+    if versions.export < 0 and state.steps.batch is None and last_made(state) == versions.newest:
+        made = versions.allocate_number(state.steps.completed)
+        versions.owe_version(made, state.steps.completed)
 
 
 def repeat_export(ctx: Context) -> None:

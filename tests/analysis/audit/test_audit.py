@@ -17,7 +17,8 @@ import pytest
 from laminar.actors.batch_fetch import sample_of
 from laminar.analysis.audit import trainer_book
 from laminar.analysis.audit.audit import audit_run
-from laminar.analysis.audit.ledger_book import Account, ledger_problems
+from laminar.analysis.audit.ledger_book import Account, ClosedTrajectory, ledger_problems
+from laminar.analysis.audit.store_book import StoreBook, store_problems
 from laminar.analysis.report.summary import summary_of
 from laminar.core.machine import StateMachine
 from laminar.core.state.state import State
@@ -27,6 +28,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names.ids import TrajectoryId
 from laminar.storage import messages as m
+from laminar.storage.rules import Row
 from laminar.training.steps import TrainSample
 from tests.analysis.conftest import Cli
 from tests.analysis.told_bench import ToldBench
@@ -277,6 +279,26 @@ def test_a_row_that_the_log_does_not_know_so_is_found(
     execute(tmp_path / "run", change.format(live))
     found = audit_run(tmp_path / "run").problems
     assert any(words.format(live) in problem for problem in found)
+
+
+@pytest.mark.parametrize(("turns", "agree"), [(2, True), (1, False)])
+def test_a_host_may_be_lost_between_a_context_and_its_request(turns: int, agree: bool) -> None:
+    """The store has what the next turn would have read, and the log only the turn before."""
+    name, account = TrajectoryId("0.1.2"), Account()
+    place = {"group": "0.1", "sibling": 2, "purpose": "train", "row_index": 1, "step": 0}
+    ending = cmd.TrajectoryEnding(
+        trajectory_id=name, placement=1, end="dropped", reason="env-lost", **place
+    )
+    account.issued[name], account.closed[name] = "train", ClosedTrajectory(ending, 9, 0)
+    account.finished[name] = ev.TrajectoryFinished(
+        trajectory_id=name, placement=1, num_tokens=9, finish_reason="stop"
+    )
+    row = Row(
+        name, "0.1", 2, "train", 1, attempt=1, placement=1, segments=2, num_tokens=9,
+        end="dropped", end_reason="env-lost", end_step=0, turns=turns,
+    )  # fmt: skip
+    problems = store_problems(StoreBook({name: row}, {}, set(), {}), account, account)
+    assert problems == [] if agree else "finish reason is None" in problems[0]
 
 
 def test_the_ledger_counts_what_losses_threw_away() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from laminar.core.context import RESTART_TIMEOUT_MS
@@ -325,15 +326,29 @@ def test_publish_of_the_same_version_again_pays_the_debt_and_changes_nothing_els
     assert bench.state.versions.owed == -1
 
 
-def test_head_with_other_bytes_starts_afresh_and_settles_no_debt() -> None:
-    bench = started()
+@pytest.mark.parametrize("steps", [0, 1])
+def test_other_bytes_of_the_trainer_go_out_under_another_number(steps: int) -> None:
+    """The head restarts once, and what the trainer has counts: no digest is refused for ever."""
+    bench = started(batch_timeout_ms=10**9)
+    if steps:
+        step(bench)
     bench.kill("relay-0")
     bench.come_back("relay-0")
-    other = ev.WeightsPublished(version=0, step=0, digest="x", num_bytes=4, held=(0,))
+    other = ev.WeightsPublished(version=steps, step=steps, digest="x", num_bytes=4, held=(steps,))
     assert restarted(bench.say("relay-0", other)) == [("node-0", "relay-0")]
     assert bench.say("relay-0", other) == []
     assert bench.state.run.ignored == {"WeightsPublished: repeat": 1}
-    assert bench.state.versions.owed == 0
+    bench.kill("relay-0")
+    bench.join("relay-0", "c")
+    (order,) = only(cmd.PublishWeights, bench.ready("relay-0"))
+    assert (order.version, order.step) == (steps + 1, steps)
+    again = msgspec.structs.replace(other, version=steps + 1, held=(steps + 1,))
+    assert not restarted(bench.say("relay-0", again))
+    versions = bench.state.versions
+    assert (versions.newest, versions.newest_step) == (steps + 1, steps)
+    assert versions.newest_digest == "x"
+    assert versions.owed == -1
+    assert all(trained.digest == "x" for trained in bench.state.steps.trained)
 
 
 def test_run_that_ends_after_a_restart_says_why_it_was_ordered() -> None:
