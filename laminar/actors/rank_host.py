@@ -42,7 +42,7 @@ class RankHost:
         trainer = ids.actor_name("trainer", "node-0", 0)
         self._client = host.make_client(trainer)
         self._lease_s = host.config.coordinator.node_lease_ms / 1000
-        self._ranks: RankProcesses | None = None
+        self.ranks: RankProcesses | None = None  #: of the present trainer
         self._idle = asyncio.Event()
 
     async def start(self) -> None:
@@ -50,19 +50,14 @@ class RankHost:
         self._idle.set()
         self.host.spawn(self._serve_trainers())
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it has no ranks."""
-        return self._idle.is_set()
-
     def handle_orders(self, orders: list[tuple[cmd.Envelope, Command]]) -> None:
         """Handle nothing: the coordinator orders nothing of a host."""
 
     async def stop(self) -> None:
         if self.host.ordered_to_stop:  # so is the trainer, which ends its ranks
             await asyncio.wait({asyncio.ensure_future(self._idle.wait())}, timeout=STOP_S)
-        if self._ranks is not None:
-            await self._ranks.close()
+        if self.ranks is not None:
+            await self.ranks.close()
         await self._client.close(0.5)
 
     async def _serve_trainers(self) -> None:
@@ -73,9 +68,9 @@ class RankHost:
             try:
                 await link.run()
             except LinkEnded as ended:
-                if self._ranks is not None:
+                if self.ranks is not None:
                     self.host.log.info("ranks-ended", reason=str(ended))
-                    ranks, self._ranks = self._ranks, None
+                    ranks, self.ranks = self.ranks, None
                     await ranks.close()
                 self._idle.set()
 
@@ -96,7 +91,7 @@ class RankHost:
         def lost(reason: str) -> None:
             link.send(make_failure(0, RankError(reason)))
 
-        ranks = self._ranks = RankProcesses(
+        ranks = self.ranks = RankProcesses(
             host.config,
             self._program,
             lock=host.run_dir / f"{host.name}.lock",
@@ -113,9 +108,9 @@ class RankHost:
         link.send(Ready())
 
     async def _carry_out(self, link: TrainerLink, order: OrderMessage) -> None:
-        assert self._ranks is not None
+        assert self.ranks is not None
         try:
-            bodies = await self._ranks.call_ranks(order.body)
+            bodies = await self.ranks.call_ranks(order.body)
         except RankError:
             return  # `lost` has said so
         except Exception as error:

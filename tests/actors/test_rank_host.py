@@ -112,7 +112,7 @@ async def test_the_end_of_a_rank_elsewhere_is_named_and_ends_all(tmp_path: Path)
             await found.group.call_ranks(b"more")
         assert len(found.lost) == 1
         for _, actor in found.hosts.values():
-            await until(lambda: actor.is_idle)  # noqa: B023
+            await until(lambda: actor.ranks is None)  # noqa: B023
 
 
 @pytest.mark.parametrize("killed", [True, False])
