@@ -1,12 +1,14 @@
 """Latency that the endpoint of agents adds to a turn, and the memory of forked sessions.
 
-Usage: python -m tools.bench.agent_turns [--steps 6] [--sessions 256] [--keep DIR]
+Usage: python -m tools.bench.agent_turns [--steps 6] [--at-once 0] [--sessions 256] [--keep DIR]
 Prints one JSON line, and exits with 1 if the run fails or its books do not agree.
 
 A real run on this machine with one replica whose slots are never all in use. Its agent asks for
 turns of at most four tokens, and notes when it sent each request and had read each reply; the log
 of the replica has the times at which the engine got and ended the turn. Then sessions that wait for
 their first turn are opened without a run. Agents use the openai SDK if it is installed.
+
+With `--at-once 2`, turns do not queue for the cores of a small machine behind those of others.
 
 to_engine_ms   from the request until the engine has it: parsing, template, store, coordinator
 to_agent_ms    from the last token until the reply has been read: store, coordinator, endpoint
@@ -88,10 +90,13 @@ def write_agent(directory: Path) -> tuple[str, Path]:
     return f"{path}:solve", notes
 
 
-def measure_run(directory: Path, steps: int) -> dict[str, Any]:
-    """Make the run and return its latencies; raise BadRun."""
+def measure_run(directory: Path, steps: int, at_once: int) -> dict[str, Any]:
+    """Make the run and return its latencies; raise BadRun.
+
+    `at_once`: sessions of the run at a time; 0: its default."""
     agent, notes = write_agent(directory)
     settings = [*SETTINGS, f"agents.run={agent}", f"trainer.total_training_steps={steps}"]
+    settings.append(f"agents.max_sessions={at_once}")
     run = Run(directory / "run", CONFIG, settings)
     try:
         if code := run.end():
@@ -175,6 +180,7 @@ def list_bytes(processes: list[psutil.Process]) -> Iterator[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--at-once", type=int, default=0, help="sessions of the run at a time")
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--keep", type=Path, metavar="DIR")
     given = parser.parse_args()
@@ -182,7 +188,7 @@ def main() -> int:
         directory = given.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         try:
-            found = measure_run(directory, given.steps)
+            found = measure_run(directory, given.steps, given.at_once)
         except BadRun as failed:
             print(failed, file=sys.stderr)
             return 1
