@@ -136,11 +136,10 @@ class RankProcesses:
     ) -> None:
         """Set the group up without starting it.
 
-        `program`: the module of a rank and its words; its number and the numbers of the inherited
-        descriptors follow. `lock`: a file of the run. `lost` is called once with the reason why the
-        ranks are gone, `say` with the reason of a wait. `numbers`: the ranks of this machine; None:
-        all but rank 0. `hosts`: of the other ranks. `submit`: the way to the table of rank 0, if
-        this is not rank 0."""
+        `program`: the module of a rank and its words; its number follows. `lock`: a file of the
+        run. `lost` is called once with the reason why the ranks are gone, `say` with the reason of
+        a wait. `numbers`: the ranks of this machine; None: all but rank 0. `hosts`: of the other
+        ranks. `submit`: the way to the table of rank 0, if this is not rank 0."""
         self.size = config.trainer.total_ranks
         self._start_s = config.coordinator.start_timeout_s
         self._lease_s = config.coordinator.node_lease_ms / 1000

@@ -39,9 +39,7 @@ class RankLayout(NamedTuple):
 
     nodes: int
     ranks: int  #: of each node
-    shard: (
-        str  #: "node": each node has the whole model (HSDP); "all": the model is divided among all
-    )
+    shard: str  #: "node": each node has the whole model (HSDP); "all": all ranks divide it
 
     @property
     def size(self) -> int:
