@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 from laminar.actors.host import Host
 from laminar.actors.rank_link import LinkEnded, StartRanks, ToHost, TrainerLink
 from laminar.events import commands as cmd
 from laminar.events.base import Command
-from laminar.names import ids
 from laminar.run.child_channel import Ready
 from laminar.training.rank_processes import (
     BeatMessage,
@@ -39,8 +39,7 @@ class RankHost:
     def __init__(self, host: Host, program: Sequence[str]) -> None:
         """Set up; `program`: the module of a rank and its words, for RankProcesses."""
         self.host, self._program = host, program
-        trainer = ids.actor_name("trainer", "node-0", 0)
-        self._client = host.make_client(trainer)
+        self._client = host.make_client("trainer-0")
         self._lease_s = host.config.coordinator.node_lease_ms / 1000
         self.ranks: RankProcesses | None = None  #: of the present trainer
         self._idle = asyncio.Event()
@@ -55,7 +54,9 @@ class RankHost:
 
     async def stop(self) -> None:
         if self.host.ordered_to_stop:  # so is the trainer, which ends its ranks
-            await asyncio.wait({asyncio.ensure_future(self._idle.wait())}, timeout=STOP_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self._idle.wait()
         if self.ranks is not None:
             await self.ranks.close()
         await self._client.close(0.5)

@@ -23,6 +23,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -160,8 +161,9 @@ class TrainerLink:
 class _HostLink:
     """The link to one host, as rank 0 sees it: a Member once its ranks are started."""
 
-    def __init__(self, poll: Poll, name: str) -> None:
-        self.session, self.host = poll.session, name
+    def __init__(self, poll: Poll, name: str, wake: Callable[[], None]) -> None:
+        """`wake`: answers polls that wait."""
+        self.session, self.host, self._wake = poll.session, name, wake
         self.name = f"the host {name} of the ranks on {poll.node}"
         self.is_ready, self.silent_s = True, 0.0
         self.waiting: dict[int, asyncio.Future[tuple[bytes, ...]]] = {}
@@ -170,11 +172,10 @@ class _HostLink:
         self.group: RankProcesses | None = None
         self.outbox, self._received = _Outbox(), FrameBuffer(FromHost, ORDER_BYTES_MAX)
         self.last, self.asked_s, self.heard = 0, 0.0, True  #: of the newest poll
-        self.wake: Callable[[], None] = id  # type: ignore[assignment]
 
     def send(self, message: Any) -> None:
         self.outbox.put(message)
-        self.wake()
+        self._wake()
 
     def kill(self) -> None:
         self.end("the ranks of the trainer were ended")
@@ -186,7 +187,7 @@ class _HostLink:
             self.group.fail_group(RankError(f"{self.name} is gone: {reason}"))
         if self.ready is not None and not self.ready.done():
             self.ready.set_result(None)
-        self.wake()
+        self._wake()
 
     def hear(self, number: int, poll: Poll) -> None:
         """Take what a poll says; it may be passed to the handler several times."""
@@ -263,7 +264,9 @@ class TrainerLinks:
                 noted = text
                 group.say(text)
             self._changed.clear()
-            await asyncio.wait({asyncio.ensure_future(self._changed.wait())}, timeout=BEAT_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await self._changed.wait()
 
     def _may_live(self, host: str) -> bool:
         """Return whether ranks of this host may live: its lock file names them until they end."""
@@ -309,8 +312,7 @@ class TrainerLinks:
         if link is None or link.session != poll.session:
             if link is not None:
                 link.end("it has started a new link")
-            link = self._links[name] = _HostLink(poll, name)
-            link.wake = self._wake
+            link = self._links[name] = _HostLink(poll, name, self._wake)
             self._changed.set()
         link.hear(number, poll)
         if link.ended:
