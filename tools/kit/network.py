@@ -6,6 +6,7 @@ Gives   Network
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 from pathlib import Path
 
@@ -17,7 +18,7 @@ class Network:
 
     def __init__(self, machines: int) -> None:
         self._machines = range(machines)
-        self._bridge = f"lmc{os.getpid()}"
+        self._bridge = f"lmc{secrets.token_hex(3)}"  # the links of a former one go late
         self._subnet = f"10.77.{os.getpid() % 250}"
 
     def __enter__(self) -> Network:
