@@ -206,6 +206,11 @@ class History(Generic[_T]):
         """The position of the last record of the iteration."""
         return Position(self._frames.segment, self._frames.offset)
 
+    @property
+    def place(self) -> Takeover:
+        """The place before the last record of the iteration."""
+        return Takeover(self._frames.segment, self._frames.offset, self._frames.crc)
+
     def get_tail(self, last_seq: int | None) -> LogTail:
         """Return the end of the history after iteration; `last_seq` is that of its last event."""
         return LogTail(self._end, self._newest, last_seq, self._torn_bytes)

@@ -27,6 +27,7 @@ from laminar.eventlog.record import (
     Position,
     Record,
     StateHashRecord,
+    Takeover,
 )
 from laminar.eventlog.snapshot import Snapshot
 from laminar.events.base import Command, Stamped
@@ -38,6 +39,8 @@ Observer = Callable[[Stamped, list[Command], State], None]
 
 HASH_EVERY = 1_000
 """The events between two logged state hashes: encoding a large state takes some milliseconds."""
+KEEP_EVERY = 10_000
+"""The events between two states that a replay keeps: it repeats them within half a second."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,77 @@ def decode_stamped(record: EventRecord) -> Stamped:
     )
 
 
+class LogReplay:
+    """Replay that stops at the end of the log and continues when the log has grown."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        *,
+        observer: Observer | None = None,
+        snapshot: Snapshot | None = None,
+        keep: Callable[[State, Takeover], None] | None = None,
+    ) -> None:
+        """Begin at the beginning or with a snapshot.
+
+        `keep` receives the state, and the position of its end, after each KEEP_EVERY events.
+        """
+        self.found = Replay(StateMachine(snapshot.decode_state() if snapshot else None))
+        self._disk, self._observer, self._snapshot, self._keep = disk, observer, snapshot, keep
+        self._start = snapshot.position if snapshot else None
+        self._expected: list[bytes] = []  # decisions of the last event
+        self._index = 0  # index of the next one to compare
+        self._writer = 0  # incarnation of the coordinator that wrote these records
+
+    def advance(self, tail: LogTail | None = None, until: int | None = None) -> Replay:
+        """Handle all further records (up to event `until`); stop at the first difference.
+
+        Raises NotInHistory, before the observer has seen anything, if the place where this replay
+        began or stopped is not on the chain: of a snapshot of another history, or because a
+        coordinator took the log over before that place."""
+        found = self.found
+        history = open_history(self._disk, tail, self._start)
+        for record in history:
+            if isinstance(record, EventRecord) and until is not None and record.seq > until:
+                self._start = history.place
+                return found
+            self._take_record(history, record)
+            if found.difference is not None:
+                return found
+        found.unlogged = _list_unlogged(found.machine, self._expected, self._index)
+        found.tail = history.get_tail(found.machine.state.seq if found.events else None)
+        self._start = found.tail.end
+        return found
+
+    def _take_record(self, history: History[Record], record: Record) -> None:
+        found, expected = self.found, self._expected
+        missing = self._index < len(expected)
+        if isinstance(record, EventRecord):
+            if missing:
+                command = expected[self._index]
+                found.difference = _describe_missing(history.position, found, command)
+                return
+            if self._keep is not None and found.events and found.events % KEEP_EVERY == 0:
+                self._keep(found.machine.state, history.place)
+            self._expected = _handle_record(found, history, record, self._observer)
+            self._index = 0
+        elif isinstance(record, DecisionRecord):
+            if not _is_decided(found, record, expected, self._index):
+                found.difference = _other_decision(
+                    history.position, found, record, expected, self._index
+                )
+            self._index += 1
+            found.decisions += 1
+        elif isinstance(record, StateHashRecord):
+            found.difference = _compare_hash(history, found, record, self._snapshot)
+        elif record.incarnation == self._writer:  # same writer, next segment: it was whole
+            if missing:
+                command = expected[self._index]
+                found.difference = _describe_missing(history.position, found, command)
+        else:
+            self._writer = record.incarnation
+
+
 def replay_records(
     disk: Disk,
     tail: LogTail | None = None,
@@ -97,36 +171,7 @@ def replay_records(
 
     Raises NotInHistory, before the observer has seen anything, for a snapshot of another
     history."""
-    found = Replay(StateMachine(snapshot.decode_state() if snapshot else None))
-    history = open_history(disk, tail, snapshot.position if snapshot else None)
-    expected: list[bytes] = []  # decisions of the last event
-    index = 0  # index of the next one to compare
-    writer = 0  # incarnation of the coordinator that wrote these records
-    for record in history:
-        if isinstance(record, EventRecord):
-            if index < len(expected):
-                found.difference = _describe_missing(history.position, found, expected[index])
-                return found
-            if until is not None and record.seq > until:
-                return found
-            expected, index = _handle_record(found, history, record, observer), 0
-        elif isinstance(record, DecisionRecord):
-            if not _is_decided(found, record, expected, index):
-                found.difference = _other_decision(history.position, found, record, expected, index)
-            index += 1
-            found.decisions += 1
-        elif isinstance(record, StateHashRecord):
-            found.difference = _compare_hash(history, found, record, snapshot)
-        elif record.incarnation == writer:  # same writer, next segment: it was whole
-            if index < len(expected):
-                found.difference = _describe_missing(history.position, found, expected[index])
-        else:
-            writer = record.incarnation
-        if found.difference is not None:
-            return found
-    found.unlogged = _list_unlogged(found.machine, expected, index)
-    found.tail = history.get_tail(found.machine.state.seq if found.events else None)
-    return found
+    return LogReplay(disk, observer=observer, snapshot=snapshot).advance(tail, until)
 
 
 def _list_unlogged(

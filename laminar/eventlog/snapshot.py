@@ -46,7 +46,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """The name of its file."""
-        return _format_name(self.seq)
+        return format_name(self.seq)
 
     def decode_state(self) -> State:
         """Decode a new copy of the state; raise msgspec.MsgspecError for another release's."""
@@ -66,6 +66,13 @@ _decode = msgspec.msgpack.Decoder(Snapshot).decode
 
 def write_snapshot(disk: Disk, state: State, position: Takeover) -> None:
     """Write the state of the history up to `position`, and remove the oldest file."""
+    write_whole(disk, format_name(state.seq), encode_snapshot(state, position))
+    for seq in _list_numbers(disk)[SNAPSHOTS_KEPT:]:
+        disk.remove(format_name(seq))
+
+
+def encode_snapshot(state: State, position: Takeover) -> bytes:
+    """Return the file of a snapshot."""
     snapshot = Snapshot(
         schema=SCHEMA_VERSION,
         logic=state.logic,
@@ -75,24 +82,23 @@ def write_snapshot(disk: Disk, state: State, position: Takeover) -> None:
         state=msgspec.Raw(encode(state)),
     )
     body = _encode(snapshot)
-    write_whole(disk, _format_name(state.seq), FRAME.pack(len(body), zlib.crc32(body)) + body)
-    for seq in _list_numbers(disk)[SNAPSHOTS_KEPT:]:
-        disk.remove(_format_name(seq))
+    return FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
 def read_snapshots(disk: Disk) -> SnapshotFiles:
     """Read every snapshot file."""
     found = SnapshotFiles([], {})
     for seq in _list_numbers(disk):
-        read = _parse_snapshot(disk.read(_format_name(seq)), seq)
+        read = parse_snapshot(disk.read(format_name(seq)), seq)
         if isinstance(read, Snapshot):
             found.usable.append(read)
         else:
-            found.unusable[_format_name(seq)] = read
+            found.unusable[format_name(seq)] = read
     return found
 
 
-def _format_name(seq: int) -> str:
+def format_name(seq: int) -> str:
+    """Return the name of the file of a snapshot after this event."""
     return f"snapshot-{seq:012d}.bin"
 
 
@@ -101,7 +107,7 @@ def _list_numbers(disk: Disk) -> list[int]:
     return sorted((int(m[1]) for m in map(_NAME.fullmatch, disk.list_names()) if m), reverse=True)
 
 
-def _parse_snapshot(data: bytes, seq: int) -> Snapshot | str:
+def parse_snapshot(data: bytes, seq: int) -> Snapshot | str:
     """Return the snapshot, or why this program cannot continue from it."""
     body = data[FRAME.size :]
     if data[: FRAME.size] != FRAME.pack(len(body), zlib.crc32(body)):

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.log.trajectory_history import (
+from laminar.analysis.facts.trajectory_history import (
     EventClock,
     HistoryTracker,
     Moment,

@@ -23,7 +23,7 @@ from laminar.analysis.export.perfetto_tracks import FLAGS, Span, Tracks
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans
-from laminar.analysis.log.trajectory_history import (
+from laminar.analysis.facts.trajectory_history import (
     Change,
     EventClock,
     HistoryTracker,

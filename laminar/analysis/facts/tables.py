@@ -128,6 +128,7 @@ _ALL = (
         version int weights at its start
         version_step int steps that made those weights
         attempt int attempt
+        turn int turn that it began with, from 1
         dispatched time order to generate
         started time start
         tokens_resumed int stored tokens that it continued from
@@ -167,10 +168,11 @@ _ALL = (
     ),
     _declare_table(
         "groups",
-        "groups of siblings whose last sibling was scored",
+        "groups of siblings that have ended, or are complete",
         """
         group_id text id
         complete time all siblings scored, or ended
+        mixed bool whether its siblings are of several versions
         """,
     ),
     _declare_table(
@@ -328,6 +330,7 @@ _ALL = (
         ready time ready for work
         ended time end; NULL: it lives
         reason text why it was lost, or restarted; NULL: it left
+        slots int sequences that the engine of a replica runs at a time
         """,
     ),
     _declare_table(

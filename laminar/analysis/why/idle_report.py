@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from laminar.analysis.log.trajectory_history import EventClock, Moment
+from laminar.analysis.facts.trajectory_history import EventClock, Moment
 from laminar.analysis.why import wording
 from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, IdlePeriod, IdleTracker
 from laminar.analysis.why.repack_decisions import RepackDecisions, look_lines, one_look

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from laminar.analysis.log.display import step_number
-from laminar.analysis.log.trajectory_history import (
+from laminar.analysis.facts.trajectory_history import (
     EventClock,
     HistoryTracker,
     Placement,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from laminar.analysis.log.display import display_fields
-from laminar.analysis.log.trajectory_history import EventClock, Moment
+from laminar.analysis.facts.trajectory_history import EventClock, Moment
 from laminar.analysis.why.idle_spells import Spell
 from laminar.events.base import COORDINATOR, Event, Stamped
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from laminar.analysis.log.trajectory_history import EventClock
+from laminar.analysis.facts.trajectory_history import EventClock
 from laminar.analysis.why.repack_decisions import REASONS, Outcome, RepackDecisions
 from laminar.core.machine import StateMachine
 from laminar.core.state.migrations import NotStragglerReason, StayReason

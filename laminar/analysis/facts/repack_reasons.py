@@ -1,7 +1,7 @@
 """Reasons why repack left a replica as it was, at each search for replicas to empty.
 
-Reads   a replay: each event, its commands, the state after it
-Gives   RepackDecisions: a RepackDecision per search with the replica running; look_lines
+Reads   an event, its commands, the state after it
+Gives   list_decisions; REASONS, the text of each reason; NOT_STRAGGLING
 
 The reasons are the predicates of core/repack/stragglers.py and core/repack/packing.py, evaluated on
 the state after the event, which includes all other decisions of that event.
@@ -9,12 +9,9 @@ the state after the event, which includes all other decisions of that event.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal
 
-from laminar.analysis.log.trajectory_history import EventClock, Moment
-from laminar.analysis.why.wording import format_times
 from laminar.core.repack import packing as repack
 from laminar.core.repack import stragglers
 from laminar.core.scheduling.admission import first_share, groups_wanted
@@ -63,39 +60,21 @@ REASONS: dict[Reason, str] = {
 NOT_STRAGGLING = (*NotStragglerReason, "loading")
 
 
-class RepackDecision(NamedTuple):
-    """Decision of repack about a replica at one time."""
-
-    at: Moment
-    version: int
-    running: tuple[str, ...]
-    reason: Reason
-    detail: str  #: figures; empty if the reason is sufficient
-
-
-class RepackDecisions:
-    """Replay observer that is also given the moment of each event."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, list[RepackDecision]] = {}  #: by replica
-
-    def record_event(
-        self, now: Moment, stamped: Stamped, commands: list[Command], state: State, names: set[str]
-    ) -> None:
-        """Record one event for the replicas of these names."""
-        if not names or not _is_decision_time(stamped, state):
-            return
-        released = {c.to for c in commands if isinstance(c, cmd.ReleaseTrajectories)}
-        found = stragglers.find_stragglers(state)
-        for name in names & state.members.replicas.keys():
-            replica = state.members.replicas[name]
-            if not replica.running:
-                continue
-            mine = next((s for s in found.get(replica.version, ()) if s.name == name), None)
-            reason = EMPTIED if name in released else _find_reason(state, replica, mine, found)
-            detail = _describe_reason(state, replica, mine, reason)
-            look = RepackDecision(now, replica.version, tuple(replica.running), reason, detail)
-            self.of.setdefault(name, []).append(look)
+def list_decisions(
+    stamped: Stamped, commands: list[Command], state: State
+) -> Iterator[tuple[Replica, Reason, str]]:
+    """Yield each replica with work, the outcome and its figures, if repack searched here."""
+    if not _is_decision_time(stamped, state):
+        return
+    released = {c.to for c in commands if isinstance(c, cmd.ReleaseTrajectories)}
+    found = stragglers.find_stragglers(state)
+    mine = {load.name: load for loads in found.values() for load in loads}
+    for replica in state.members.replicas.values():
+        if replica.running:
+            load = mine.get(replica.name)
+            is_emptied = replica.name in released
+            reason = EMPTIED if is_emptied else _find_reason(state, replica, load, found)
+            yield replica, reason, _describe_reason(state, replica, load, reason)
 
 
 def _is_decision_time(stamped: Stamped, state: State) -> bool:
@@ -167,26 +146,3 @@ def _describe_reason(
     return next(
         (t.id for t in found if stragglers.find_not_migrated_reason(state, t) == reason), ""
     )
-
-
-def one_look(look: RepackDecision, moments: EventClock) -> Iterable[str]:
-    """Yield the sentence about one decision."""
-    detail = f" ({look.detail})" if look.detail else ""
-    yield (
-        f"At {moments.format_time(look.at)}, with {len(look.running)} trajectories of "
-        f"v{look.version}, repack found: {REASONS[look.reason]}{detail}."
-    )
-
-
-def look_lines(looks: Sequence[RepackDecision], moments: EventClock) -> Iterable[str]:
-    """Yield the count of each reason, with the last time that it applied."""
-    counts = Counter(look.reason for look in looks)
-    for reason, count in counts.most_common():
-        last = [look for look in looks if look.reason == reason][-1]
-        detail = f" ({last.detail})" if last.detail else ""
-        when = (
-            f"at {moments.format_time(last.at)}"
-            if count == 1
-            else f"last at {moments.format_time(last.at)}"
-        )
-        yield f"  {format_times(count)}, {when}: {REASONS[reason]}{detail}"

@@ -16,6 +16,7 @@ from enum import StrEnum, auto
 from typing import NamedTuple
 
 from laminar.analysis.log.run_log import WallClock
+from laminar.core.state import keys
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import State
 from laminar.core.state.statuses import TrajectoryStatus
@@ -68,6 +69,10 @@ class EventClock:
         """Return the seconds since the first event."""
         return (moment.unix_ns - self.first_ns) / 1e9
 
+    def place(self, moment: Moment | None) -> tuple[float | None, int | None]:
+        """Return the two columns of a time in a table of facts."""
+        return (None, None) if moment is None else (self.seconds_since_start(moment), moment.seq)
+
     def format_time(self, moment: Moment) -> str:
         """Format a moment for display: `45.210 s (#8123)`."""
         return f"{self.seconds_since_start(moment):.3f} s (#{moment.seq})"
@@ -83,9 +88,13 @@ class Placement:
     step: int  #: step that made the version
     attempt: int
     dispatched: Moment
+    turn: int = 1  #: turn that it began with
     started: Moment | None = None
     tokens_resumed: int = 0
+    prompt_tokens: int | None = None
     left: Moment | None = None
+    left_how: str = ""  #: finished, turn, lost, released or ended
+    recorded: bool = False  #: whether the facts have it
     #: versions loaded in flight, with which it continued there
     updates: list[tuple[Moment, int]] = field(default_factory=list)
 
@@ -100,14 +109,17 @@ class TrajectoryHistory:
     purpose: str
     row_index: int
     placements: list[Placement] = field(default_factory=list)
+    requested: Moment | None = None  #: request of its last turn
     finished: Moment | None = None  #: of its last turn
     turns: int = 1  #: begun, or due
     num_tokens: int = 0
     finish_reason: str = ""  #: of its last turn, as reported by the engine
     ended_by: str = ""  #: reason why its environment ended it
     scorer: str = ""  #: replica asked to score it
+    scoring: Moment | None = None
     rewarded: Moment | None = None
     reward: float | None = None
+    correct: bool | None = None
     reward_reason: str = ""
     chosen: Moment | None = None
     ending: Moment | None = None  #: when its end was decided
@@ -135,16 +147,19 @@ class HistoryTracker:
 
     def __init__(self) -> None:
         self.open: dict[TrajectoryId, TrajectoryHistory] = {}
+        self._lost_how = "lost"  #: how the present event takes work from replicas
 
     def record_event(
-        self, now: Moment, event: Event, commands: list[Command], state: State
+        self, now: Moment, stamped: Stamped, commands: list[Command], state: State
     ) -> list[Change]:
         """Record one event with its commands; return the changes in order."""
+        event = stamped.event
         if isinstance(event, ev.TokenProgress):
             return []  # a gauge: it changes no history
+        self._lost_how = "released" if was_given_away(stamped) else "lost"
         changes = [
             *self._apply_event(now, event, state),
-            *self._record_updates(now, event, commands, state),
+            *self._record_updates(now, stamped, commands, state),
             *self._record_losses(now, state),
         ]
         for command in commands:
@@ -164,13 +179,15 @@ class HistoryTracker:
             yield from self._record_ends(now, event, state)
 
     def _record_updates(
-        self, now: Moment, event: Event, commands: list[Command], state: State
+        self, now: Moment, stamped: Stamped, commands: list[Command], state: State
     ) -> Iterator[Change]:
         """Record the running trajectories that continue with weights loaded in flight."""
-        if not isinstance(event, ev.WeightsLoaded) or not state.settings.in_flight:
+        if not isinstance(stamped.event, ev.WeightsLoaded) or not state.settings.in_flight:
             return
         placed = {c.trajectory_id for c in commands if isinstance(c, cmd.GenerateTrajectory)}
-        for name, trajectory in state.work.trajectories.items():
+        replica = state.members.replicas.get(stamped.peer)
+        for name in replica.running if replica is not None else ():
+            trajectory = state.work.trajectories[name]
             if name in placed or trajectory.status not in IN_ENGINE:
                 continue
             placement = self.open[name].placement
@@ -185,6 +202,7 @@ class HistoryTracker:
         life = self._find_accepted(event, state, TrajectoryStatus.RUNNING)
         if life is not None and life.placement.started is None:
             life.placement.started, life.placement.tokens_resumed = now, event.tokens_resumed
+            life.placement.prompt_tokens = event.prompt_tokens or None
             yield Change(Stage.STARTED, life)
 
     def _record_finish(
@@ -196,7 +214,7 @@ class HistoryTracker:
         if life is not None and life.finished is None:
             life.finished, life.finish_reason = now, event.finish_reason
             life.num_tokens = event.num_tokens
-            yield from _leave_placement(life, now, Stage.FINISHED)
+            yield from _leave_placement(life, now, Stage.FINISHED, "finished")
 
     def _record_turn(self, now: Moment, event: ev.TurnRequested, state: State) -> Iterator[Change]:
         """Record that a turn follows; only a change of replica counts as a move."""
@@ -207,11 +225,12 @@ class HistoryTracker:
         waits = trajectory.status == TrajectoryStatus.WAITING
         if waits and trajectory.placement == event.placement:
             return
+        life.requested = now
         if life.finished is not None:
             life.finished, life.turns = None, life.turns + 1
             yield Change(Stage.TURN, life)
         elif life.placement.left is None:  # its session has started
-            yield from _leave_placement(life, now, Stage.TURN)
+            yield from _leave_placement(life, now, Stage.TURN, "turn")
 
     def _find_accepted(
         self, event: ev.TrajectoryStarted | ev.TrajectoryFinished, state: State, status: str
@@ -232,6 +251,7 @@ class HistoryTracker:
             return
         if trajectory.reward_bits == event.reward_bits:  # still -1 if the sender is fenced
             life.rewarded, life.reward = now, float_of(event.reward_bits)
+            life.correct = event.correct
             life.reward_reason, life.ended_by = event.reason, event.ended_by
             yield Change(Stage.REWARDED, life)
 
@@ -249,7 +269,7 @@ class HistoryTracker:
         for name in state.work.lost:
             life = self.open[name]
             if life.placement.left is None:
-                yield from _leave_placement(life, now, Stage.LOST)
+                yield from _leave_placement(life, now, Stage.LOST, self._lost_how)
 
     def _apply_command(self, now: Moment, command: Command) -> Iterator[Change]:
         if isinstance(command, cmd.OpeningCommand):
@@ -257,7 +277,7 @@ class HistoryTracker:
         elif isinstance(command, cmd.ScoreTrajectories):
             for item in command.items:
                 life = self.open[item.trajectory_id]
-                life.scorer = command.to
+                life.scorer, life.scoring = command.to, now
                 yield Change(Stage.SCORING, life)
         elif isinstance(command, cmd.TrainStep):
             for name in command.trajectories:
@@ -275,7 +295,7 @@ class HistoryTracker:
             life = TrajectoryHistory(name, group, command.sibling, command.purpose, row_index)
             self.open[name] = life
         elif life.placement.left is None:  # lost and placed again by the same event
-            yield from _leave_placement(life, now, Stage.LOST)
+            yield from _leave_placement(life, now, Stage.LOST, self._lost_how)
         life.placements.append(
             Placement(
                 command.placement,
@@ -284,6 +304,7 @@ class HistoryTracker:
                 command.version_step,
                 command.attempt,
                 dispatched=now,
+                turn=life.turns,
             )
         )
         yield Change(Stage.DISPATCHED, life)
@@ -293,11 +314,21 @@ class HistoryTracker:
         life.ending, life.end, life.end_reason = now, ending.end, ending.reason
         life.end_step = ending.step
         if life.placement.left is None:
-            yield from _leave_placement(life, now, Stage.ENDING)
+            yield from _leave_placement(life, now, Stage.ENDING, "ended")
         else:
             yield Change(Stage.ENDING, life)
 
 
-def _leave_placement(life: TrajectoryHistory, now: Moment, what: Stage) -> Iterator[Change]:
-    life.placement.left = now
+def was_given_away(stamped: Stamped) -> bool:
+    """Return whether this event gave work away: the replica released it, or failed to in time."""
+    event = stamped.event
+    if isinstance(event, ev.TimerFired):
+        return event.timer.startswith(keys.deadline_timer(keys.release_key("")))
+    return isinstance(event, ev.TrajectoriesReleased)
+
+
+def _leave_placement(
+    life: TrajectoryHistory, now: Moment, what: Stage, how: str
+) -> Iterator[Change]:
+    life.placement.left, life.placement.left_how = now, how
     yield Change(what, life)

@@ -1,103 +1,24 @@
-"""Idle times of each replica, with the reasons why it got no new work.
+"""Reasons why a replica runs nothing, with the figures behind them.
 
-Reads   a replay: each event, its commands, the state after it
-Gives   IdleTracker: per replica the times without a trajectory, in spells of one reason each;
-        source_of: the source of an exact version, and the alternatives
+Reads   the state after an event
+Gives   idle_reason; describe_idle_reason, its figures; source_of: the source of an exact version,
+        and the alternatives
 
 The reasons are those of core.scheduling.admission.find_not_admitted_reason on the replayed state,
-preceded by activities other than generating: the replica pulls weights, has none, or is down. The
-figures behind a reason are computed from the same state when the spell begins.
+preceded by activities other than generating: the replica pulls weights, has none, or is down.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 from laminar.analysis.log.display import step_number
-from laminar.analysis.log.trajectory_history import Moment
 from laminar.core.scheduling.admission import NotAdmittedReason, find_not_admitted_reason
 from laminar.core.state import keys
 from laminar.core.state.members import Replica
 from laminar.core.state.state import State
 from laminar.core.versions import load_sources
 from laminar.events import commands as cmd
-from laminar.events import events as ev
-from laminar.events.base import Event, Stamped
 
 DOWN, PULLING, NO_WEIGHTS, FREE = "down", "pulling", "no-weights", "free"
-
-
-class Spell(NamedTuple):
-    """Idle time with one reason; it lasts until the next spell begins."""
-
-    reason: str
-    since: Moment
-    detail: str
-    #: batches chosen so far, each of which changes the figures of the bound; or the event that
-    #: ordered the load
-    mark: int = 0
-
-
-@dataclass(slots=True)
-class IdlePeriod:
-    """Time in which a replica ran nothing."""
-
-    replica: str
-    begin: Moment
-    begun_by: Event
-    spells: list[Spell] = field(default_factory=list)
-    end: Moment | None = None  #: None while it lasts
-    ended_by: Stamped | None = None
-
-    def sum_by_reason(self, last: Moment) -> dict[str, int]:
-        """Return nanoseconds by reason; `last` is the end of the log."""
-        end = self.end or last
-        found: dict[str, int] = {}
-        following = [spell.since for spell in self.spells[1:]] + [end]
-        for spell, until in zip(self.spells, following, strict=True):
-            length_ns = until.unix_ns - spell.since.unix_ns
-            found[spell.reason] = found.get(spell.reason, 0) + length_ns
-        return found
-
-
-class IdleTracker:
-    """Tracker of the idle times of every replica that was ever ready."""
-
-    def __init__(self) -> None:
-        self.open: dict[str, IdlePeriod] = {}
-        self.known: dict[str, Moment] = {}  #: time of each replica's first ready event
-
-    def record_event(self, now: Moment, stamped: Stamped, state: State) -> list[IdlePeriod]:
-        """Record one event; return the idle times that ended with it."""
-        if isinstance(stamped.event, ev.TokenProgress):
-            return []  # a gauge, which changes none of these reasons
-        for name in state.members.replicas.keys() - self.known.keys():
-            self.known[name] = now
-        ended = []
-        for name in self.known:
-            replica = state.members.replicas.get(name)
-            if replica is not None and replica.running:
-                if idle := self.open.pop(name, None):
-                    idle.end, idle.ended_by = now, stamped
-                    ended.append(idle)
-            else:
-                self._extend_period(name, replica, now, stamped, state)
-        return ended
-
-    def _extend_period(
-        self, name: str, replica: Replica | None, now: Moment, stamped: Stamped, state: State
-    ) -> None:
-        idle = self.open.get(name)
-        if idle is None:
-            idle = self.open[name] = IdlePeriod(name, now, stamped.event)
-        reason = idle_reason(state, replica)
-        mark = state.steps.chosen if reason == NotAdmittedReason.STALENESS_BOUND else 0
-        if reason == PULLING:
-            mark = state.orders.commands[keys.pull_key(name)].cause
-        last = idle.spells[-1] if idle.spells else None
-        if last is None or (last.reason, last.mark) != (reason, mark):
-            idle.spells.append(Spell(reason, now, _describe_reason(state, replica, reason), mark))
 
 
 def idle_reason(state: State, replica: Replica | None) -> str:
@@ -111,7 +32,7 @@ def idle_reason(state: State, replica: Replica | None) -> str:
     return find_not_admitted_reason(state, replica) or FREE
 
 
-def _describe_reason(state: State, replica: Replica | None, reason: str) -> str:
+def describe_idle_reason(state: State, replica: Replica | None, reason: str) -> str:
     """Return the figures behind a reason, as the end of a sentence."""
     if replica is None or reason == DOWN:
         return "its process ended"

@@ -1,0 +1,53 @@
+"""Collector of the facts about a run: a replay observer that adds rows to the tables.
+
+Reads   the events and commands of a replay, and the state after each
+Gives   FactCollector
+
+A row is added when it is complete; `list_open` gives those that are not, such as trajectories that
+have not ended. Memory therefore depends on the work that is open at one time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from laminar.analysis.facts.happening import Add, Happening, Row
+from laminar.analysis.facts.process_facts import ProcessFacts
+from laminar.analysis.facts.repack_facts import RepackFacts
+from laminar.analysis.facts.replica_facts import ReplicaFacts
+from laminar.analysis.facts.training_facts import TrainingFacts
+from laminar.analysis.facts.trajectory_history import EventClock, HistoryTracker
+from laminar.analysis.facts.weight_facts import WeightFacts
+from laminar.analysis.facts.work_facts import MessageFacts, TrajectoryFacts
+from laminar.core.state.state import State
+from laminar.events.base import Command, Stamped
+
+
+class FactCollector:
+    """Replay observer that passes rows to `add`."""
+
+    def __init__(self, add: Add) -> None:
+        self.clock = EventClock()
+        self._lives = HistoryTracker()
+        self._messages = MessageFacts(add)
+        self._parts = (
+            TrajectoryFacts(add, self.clock, self._lives),
+            ReplicaFacts(add),
+            TrainingFacts(add, self.clock),
+            WeightFacts(add, self.clock),
+            RepackFacts(add, self.clock),
+            ProcessFacts(add, self.clock),
+        )
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self.clock.locate_event(stamped)
+        changes = self._lives.record_event(now, stamped, commands, state)
+        at = Happening(self.clock, stamped, commands, state, changes)
+        self._messages.record(at)
+        for part in self._parts:
+            part.record(at)
+
+    def list_open(self) -> Iterator[tuple[str, Row]]:
+        """Yield the rows that are not complete, with the name of their table."""
+        for part in self._parts:
+            yield from part.list_open()

@@ -1,0 +1,74 @@
+"""One event of a replay with all that belongs to it, as the parts of the collector receive it.
+
+Reads   nothing
+Gives   Happening; Add, which receives rows; is_frequent, for events that change little
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from laminar.analysis.facts.trajectory_history import Change, EventClock
+from laminar.analysis.log.display import display_fields
+from laminar.core.state.state import State
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR, Command, Event, Stamped
+
+Row = tuple[Any, ...]
+Add = Callable[[str, Row], None]
+"""Receiver of a complete row of a table."""
+
+FREQUENT_EVENTS = (
+    ev.TokenProgress,
+    ev.TrajectoryStarted,
+    ev.TrajectoryFinished,
+    ev.TrajectoryRewarded,
+    ev.TurnRequested,
+    ev.TrajectoriesEnded,
+    ev.WeightsLoaded,
+)
+"""Events that change no process, and no replica but those that they, or their commands, name."""
+
+NAMING_FIELDS = (
+    "trajectory", "actor", "name", "node", "timer", "version", "step", "code", "reason",
+)  # fmt: skip
+"""Fields that distinguish events of one type."""
+
+
+class Happening:
+    """Event with its commands, the state after it, and its changes to trajectories."""
+
+    def __init__(
+        self,
+        clock: EventClock,
+        stamped: Stamped,
+        commands: list[Command],
+        state: State,
+        changes: list[Change],
+    ) -> None:
+        self.clock, self.now, self.stamped, self.event = clock, clock.now, stamped, stamped.event
+        self.commands, self.state, self.changes = commands, state, changes
+        self.seconds = clock.seconds_since_start(clock.now)
+        self.is_frequent = isinstance(stamped.event, FREQUENT_EVENTS)
+
+    @cached_property
+    def cause(self) -> str:
+        """Description of the event by its naming fields and its sender."""
+        return describe_event(self.stamped)
+
+
+def describe_event(stamped: Stamped) -> str:
+    """Describe an event by its naming fields and its sender."""
+    sender = "" if stamped.peer == COORDINATOR else f" of {stamped.peer}"
+    return f"{abbreviate_event(stamped.event)}{sender}"
+
+
+def abbreviate_event(event: Event) -> str:
+    """Return an event's tag and its naming fields; `laminar log dump` shows all of them."""
+    fields = display_fields(event)
+    named = [
+        f"{key}={fields[key]}" for key in NAMING_FIELDS if fields.get(key) not in (None, "", "ok")
+    ]
+    return " ".join([str(fields["type"]), *named])

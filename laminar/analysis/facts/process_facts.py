@@ -1,0 +1,95 @@
+"""Facts about processes: each life, its end and the reason.
+
+Reads   Happenings of a replay
+Gives   ProcessFacts, a part of the collector
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from laminar.analysis.facts.happening import Add, Happening, Row
+from laminar.analysis.facts.trajectory_history import EventClock, Moment
+from laminar.core.state.members import ActorState
+from laminar.core.state.process_failures import ProcessFailures
+from laminar.events import events as ev
+from laminar.events.base import COORDINATOR
+from laminar.names.roles import Role
+
+
+@dataclass(slots=True)
+class _Life:
+    """Life of one process."""
+
+    name: str
+    role: str
+    node: str
+    pid: int | None
+    joined: Moment
+    boot_id: str = ""
+    ready: Moment | None = None
+    ended: Moment | None = None
+    reason: str = ""
+    slots: int | None = None
+
+
+class ProcessFacts:
+    """Table `processes`."""
+
+    def __init__(self, add: Add, clock: EventClock) -> None:
+        self._add, self._clock = add, clock
+        self._lives: dict[str, _Life] = {}  #: latest, by name
+        self._losses = ProcessFailures()
+        self._reasons: dict[str, str] = {}
+
+    def record(self, at: Happening) -> None:
+        self._losses.record_event(at.stamped, at.commands)
+        if at.is_frequent:
+            return
+        if isinstance(at.event, ev.CoordinatorStarted):
+            self._begin_coordinator(at)
+        for name, actor in at.state.members.actors.items():
+            self._follow_actor(at, name, actor)
+        for name, reason in self._losses.why.items():
+            if self._reasons.get(name) != reason:
+                self._reasons[name] = reason
+                if name in self._lives:
+                    self._lives[name].reason = reason
+        if isinstance(at.event, ev.ReplicaReady) and at.stamped.peer in self._lives:
+            # one more group, which waits for slots, is included
+            slots = at.event.max_num_seqs - at.state.settings.group_size
+            self._lives[at.stamped.peer].slots = slots
+
+    def list_open(self) -> Iterator[tuple[str, Row]]:
+        for life in self._lives.values():
+            yield "processes", self._life_row(life)
+
+    def _begin_coordinator(self, at: Happening) -> None:
+        if before := self._lives.get(COORDINATOR):
+            before.ended, before.reason = at.now, "another one began"
+            self._add("processes", self._life_row(before))
+        life = _Life(COORDINATOR, Role.COORDINATOR, "", None, at.now, ready=at.now)
+        self._lives[COORDINATOR] = life
+
+    def _follow_actor(self, at: Happening, name: str, actor: ActorState) -> None:
+        life = self._lives.get(name)
+        if life is None or life.boot_id != actor.boot_id:
+            if life is not None:
+                life.ended = life.ended or at.now
+                self._add("processes", self._life_row(life))
+            begun = (name, actor.role, actor.node, actor.pid, at.now, actor.boot_id)
+            life = self._lives[name] = _Life(*begun)
+        if actor.ready and life.ready is None:
+            life.ready = at.now
+        if not actor.alive and life.ended is None:
+            life.ended = at.now
+
+    def _life_row(self, life: _Life) -> Row:
+        return (
+            *(life.name, life.role, life.node, life.pid),
+            *self._clock.place(life.joined),
+            *self._clock.place(life.ready),
+            *self._clock.place(life.ended),
+            *(life.reason or None, life.slots),
+        )
