@@ -7,6 +7,7 @@ run.lock          locked by every process of the run; processes/ names them
 first_look.json   problems found before the start, by kind of warning; absent if there were none
 coordinator.json  the coordinator's address; store-0.json, relay-0.json: those of the other servers
 events/           the event log
+facts/            tables made of it; they can be removed, and are built again
 store.sqlite      prompts, trajectories, tokens, rewards (and store.files/ for large payloads)
 store.lock        locked by the process that writes the store; holds its incarnation
 trainer.lock      locked by the ranks of the trainer; holds their process ids
@@ -43,6 +44,7 @@ PROCESSES_DIR = "processes"
 FIRST_LOOK_FILE = "first_look.json"
 COORDINATOR_FILE = "coordinator.json"
 EVENTS_DIR = "events"
+FACTS_DIR = "facts"
 STORE_FILE = "store.sqlite"
 TRAINER_LOCK_FILE = "trainer.lock"
 TRAINER_BOOK_FILE = "trainer_book.jsonl"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -121,9 +121,10 @@ class TurnTables:
         found: float = self._db.execute(sql, (row.id, row.attempt, row.turns)).fetchone()[0]
         return found
 
-    def list_call_ends(self) -> list[tuple[str, float]]:
-        """Return (status, seconds) of every call of the run."""
-        return self._db.execute("SELECT status, seconds FROM effects").fetchall()
+    def list_calls(self) -> list[tuple[Any, ...]]:
+        """Return trajectory, attempt, turn, call, tool, status and seconds of every call."""
+        sql = "SELECT trajectory_id, attempt, turn, call, tool, status, seconds FROM effects"
+        return self._db.execute(sql).fetchall()
 
     def lose_effects(self, trajectory_id: str) -> None:
         """Mark calls without an end as lost."""

@@ -47,6 +47,10 @@ class FactCollector:
         for part in self._parts:
             part.record(at)
 
+    def begin_with(self, state: State) -> None:
+        """Take over the open trajectories of a state, where the log before it is gone."""
+        self._lives.begin_with(state)
+
     def list_open(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows that are not complete, with the name of their table."""
         for part in self._parts:

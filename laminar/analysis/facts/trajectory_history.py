@@ -67,7 +67,7 @@ class EventClock:
 
     def seconds_since_start(self, moment: Moment) -> float:
         """Return the seconds since the first event."""
-        return (moment.unix_ns - self.first_ns) / 1e9
+        return max(moment.unix_ns - self.first_ns, 0) / 1e9
 
     def place(self, moment: Moment | None) -> tuple[float | None, int | None]:
         """Return the two columns of a time in a table of facts."""
@@ -148,6 +148,18 @@ class HistoryTracker:
     def __init__(self) -> None:
         self.open: dict[TrajectoryId, TrajectoryHistory] = {}
         self._lost_how = "lost"  #: how the present event takes work from replicas
+
+    def begin_with(self, state: State) -> None:
+        """Begin with the open trajectories of a state; when they were placed is not known."""
+        since = Moment(state.seq, 0)
+        for t in state.work.trajectories.values():
+            group = state.work.groups[t.group]
+            life = TrajectoryHistory(t.id, t.group, t.sibling, group.purpose, group.row_index)
+            at = (t.placement, t.replica, t.version, t.step, t.attempt, since)
+            life.placements.append(Placement(*at))
+            if t.status not in IN_ENGINE:
+                life.placement.left = since
+            self.open[t.id] = life
 
     def record_event(
         self, now: Moment, stamped: Stamped, commands: list[Command], state: State

@@ -13,7 +13,7 @@ refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from laminar.eventlog.record import (
     LogRefused,
     LogTail,
     Record,
+    Takeover,
     segment_numbers,
 )
-from laminar.eventlog.replay import Observer, Replay, decode_stamped, replay_records
+from laminar.eventlog.replay import LogReplay, Observer, Replay, decode_stamped, replay_records
 from laminar.eventlog.snapshot import Snapshot, read_snapshots
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
@@ -168,13 +169,8 @@ def replay_log(
                 f"`{shell_command('log', 'dump', run_dir)}`"
             )
         found = replay_records(disk, until=until, observer=observe)
-    if must_be_identical and found.difference is not None:
-        raise ConfigError(
-            f"the log of {run_dir} does not replay (event {found.difference.seq}): see "
-            f"`{shell_command('log', 'replay', run_dir)}`, and use the release that wrote it"
-        )
-    if found.difference is None and not found.machine.started:
-        raise ConfigError(f"the log of {run_dir} has no events yet: wait until the run has started")
+    if must_be_identical or found.difference is None:
+        _require_identical(run_dir, found)
     return found
 
 
@@ -193,13 +189,16 @@ def replay_part(
                     return replay_records(disk, until=until, snapshot=snapshot), snapshot
             except NotInHistory as error:
                 why_not[snapshot.name] = str(error)
-        faults = [f"{name}: {fault}" for name, fault in why_not.items()]
-        which = "" if until is None else f" of event {until} or before"
-        raise ConfigError(
-            f"{run_dir / EVENTS_DIR} holds no usable snapshot{which}"
-            f"{''.join(f' ({fault})' for fault in faults)}: without one, a replay needs all "
-            "segments"
-        )
+        raise _no_snapshot_error(run_dir, why_not, until)
+
+
+def _no_snapshot_error(run_dir: Path, why_not: dict[str, str], until: int | None) -> ConfigError:
+    faults = "".join(f" ({name}: {fault})" for name, fault in why_not.items())
+    which = "" if until is None else f" of event {until} or before"
+    return ConfigError(
+        f"{run_dir / EVENTS_DIR} holds no usable snapshot{which}{faults}: without one, a replay "
+        "needs all segments"
+    )
 
 
 @contextmanager
@@ -222,3 +221,106 @@ def _open_log(run_dir: Path) -> Iterator[ReadOnlyDisk]:
         raise ConfigError(f"{events}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{events} cannot be read: {error}") from error
+
+
+class RunLog:
+    """Event log of a run, for replays that are continued or repeated in part."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def ends_at(self, end: Takeover | None) -> bool:
+        """Return whether the log has this place and nothing after it."""
+        with _open_log(self.run_dir) as disk:
+            try:
+                return end is not None and scan_log(disk, end).end == end
+            except NotInHistory:
+                return False
+
+    def measure(self) -> int:
+        """Return the bytes of all segments."""
+        with _open_log(self.run_dir) as disk:
+            return sum(measure_segments(disk).values())
+
+    def start_replay(self, observer: Observer, keep: KeepState) -> GrowingReplay:
+        """Start a replay of the whole log, or from its oldest snapshot if its beginning is gone."""
+        with _open_log(self.run_dir) as disk:
+            snapshot = None
+            if find_beginning(disk):
+                usable, why_not = read_snapshots(disk)
+                if not usable:
+                    raise _no_snapshot_error(self.run_dir, why_not, None)
+                snapshot = usable[-1]
+        return GrowingReplay(self, observer, keep, snapshot)
+
+    def replay_from(self, snapshot: Snapshot | None, until: int) -> State:
+        """Return the state after event `until`, by a replay from a state before it."""
+        with _open_log(self.run_dir) as disk:
+            try:
+                found = replay_records(disk, until=until, snapshot=snapshot)
+            except NotInHistory as error:
+                raise ConfigError(
+                    f"{self.run_dir}: the log has changed meanwhile: {error}"
+                ) from error
+        _require_identical(self.run_dir, found)
+        return found.machine.state
+
+
+KeepState = Callable[[State, Takeover, float], None]
+"""Receiver of the state at a place of the log, with the share of the log before it."""
+
+
+class GrowingReplay:
+    """Replay of a log that can be continued when the log has grown."""
+
+    def __init__(
+        self, log: RunLog, observer: Observer, keep: KeepState, snapshot: Snapshot | None
+    ) -> None:
+        self._log, self._keep = log, keep
+        self._disk = ReadOnlyDisk(log.run_dir / EVENTS_DIR)
+        self._replay = LogReplay(
+            self._disk, observer=observer, snapshot=snapshot, keep=self._keep_state
+        )
+        self._size = 0
+        self.begins_at = snapshot.seq if snapshot is not None else 0
+
+    @property
+    def state(self) -> State:
+        """State after the last event."""
+        return self._replay.found.machine.state
+
+    def advance(self) -> Takeover | None:
+        """Handle all further records; return the end of the log.
+
+        Raise ConfigError for a log without events, one that does not replay, and one whose history
+        no longer has the place where the replay stopped."""
+        with _open_log(self._log.run_dir):
+            self._size = self._log.measure()
+            try:
+                found = self._replay.advance()
+            except NotInHistory as error:
+                raise ConfigError(
+                    f"{self._log.run_dir}: the log was taken over: {error}"
+                ) from error
+        _require_identical(self._log.run_dir, found)
+        return found.tail.end if found.tail is not None else None
+
+    def has_grown(self) -> bool:
+        """Return whether the log has more bytes than at the last `advance`."""
+        return self._log.measure() != self._size
+
+    def _keep_state(self, state: State, place: Takeover) -> None:
+        sizes = measure_segments(self._disk)
+        before = sum(size for number, size in sizes.items() if number < place.segment)
+        self._keep(state, place, min((before + place.offset) / max(self._size, 1), 1.0))
+
+
+def _require_identical(run_dir: Path, found: Replay) -> None:
+    """Raise ConfigError for a replay that differs, and for a log without events."""
+    if found.difference is not None:
+        raise ConfigError(
+            f"the log of {run_dir} does not replay (event {found.difference.seq}): see "
+            f"`{shell_command('log', 'replay', run_dir)}`, and use the release that wrote it"
+        )
+    if not found.machine.started:
+        raise ConfigError(f"the log of {run_dir} has no events yet: wait until the run has started")

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from laminar.analysis.facts.trajectory_history import EventClock
 from laminar.analysis.log.display import display_fields
 from laminar.analysis.log.process_logs import LogLine, log_lines
 from laminar.analysis.log.run_log import parse_command, parse_event, read_records
-from laminar.analysis.facts.trajectory_history import EventClock
 from laminar.config import ConfigError
 from laminar.eventlog.record import DecisionRecord, EventRecord, Record, SegmentHeader
 from laminar.events import commands as cmd

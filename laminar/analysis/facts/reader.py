@@ -1,0 +1,305 @@
+"""Facts about a run, from RUN/facts or from a replay of its log.
+
+Reads   RUN/events/, RUN/facts/, the calls of RUN/store.sqlite
+Writes  RUN/facts/ (the tables, states, facts.json), renamed once it is complete; for a run that
+        cannot be written, a directory below the user's cache instead
+Gives   load_facts, of the log as it is now; follow_run, of a run that goes on; Facts
+Raises  ConfigError for a run directory that cannot be read
+
+The facts are built again when their version, the logic version or the log has changed. They keep a
+state after each KEEP_EVERY events, so that `state_at` replays few events; the log keeps only its
+two newest snapshots. Where the beginning of the log was removed, the facts begin with its oldest
+snapshot: `facts.begins_at` is its event, and times count from the event after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from laminar.analysis.facts.collector import FactCollector
+from laminar.analysis.facts.happening import Row
+from laminar.analysis.facts.tables import FACTS_VERSION, TABLES
+from laminar.analysis.facts.writer import CALLS, SCHEMAS, TableWriter, build_batch, get_table_path
+from laminar.analysis.log.run_log import RunLog
+from laminar.config import ConfigError
+from laminar.core.rules import LOGIC_VERSION
+from laminar.core.state.state import State
+from laminar.eventlog.record import Takeover
+from laminar.eventlog.snapshot import Snapshot, encode_snapshot, format_name, parse_snapshot
+from laminar.run.directory import FACTS_DIR, STORE_FILE
+from laminar.storage import books
+
+HEADER_FILE = "facts.json"
+STATE_SUFFIX = ".zst"
+NOT_FOLLOWED = ("events", "decisions", CALLS)
+"""Tables that are read where they are needed, and not kept in memory for a run that goes on."""
+
+Progress = Callable[[int, float], None]
+"""Called while facts are built: events so far, share of the log."""
+
+
+class FactsHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of facts: what they were made of, and by which rules."""
+
+    facts: int = FACTS_VERSION
+    logic: int = LOGIC_VERSION
+    begins_at: int  #: event after which they begin: 0, or that of the oldest snapshot
+    events: int  #: number of the last event
+    first_ns: int  #: unix time of the first event
+    last_ns: int
+    end: Takeover | None  #: end of the log that they were made of
+
+
+class Facts:
+    """Tables of facts, and the states behind them."""
+
+    def __init__(self, run_dir: Path, directory: Path, header: FactsHeader) -> None:
+        self.run_dir, self.directory, self.header = run_dir, directory, header
+
+    @property
+    def begins_at(self) -> int:
+        """Event after which the facts begin; 0: they are of the whole run."""
+        return self.header.begins_at
+
+    @property
+    def events(self) -> int:
+        """Number of the last event."""
+        return self.header.events
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first event to the last."""
+        return (self.header.last_ns - self.header.first_ns) / 1e9
+
+    def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
+        """Return a table, or some of its columns."""
+        if name == CALLS:
+            return _read_calls(self.run_dir)
+        return pq.read_table(get_table_path(self.directory, name), columns=columns)
+
+    def rows(self, name: str, columns: list[str] | None = None) -> list[dict[str, Any]]:
+        """Return the rows of a table."""
+        found: list[dict[str, Any]] = self.table(name, columns).to_pylist()
+        return found
+
+    def to_unix_ns(self, seconds: float) -> int:
+        """Return the unix time of a time in a table."""
+        return self.header.first_ns + round(seconds * 1e9)
+
+    @cached_property
+    def state(self) -> State:
+        """State after the last event."""
+        return self.state_at(self.events)
+
+    def state_at(self, event: int) -> State:
+        """Return the state after an event; raise ConfigError for one that the facts do not have."""
+        if not self.begins_at < event <= self.events:
+            raise ConfigError(
+                f"event {event} is outside the facts of {self.run_dir}: give one from "
+                f"{self.begins_at + 1} to {self.events}"
+            )
+        return RunLog(self.run_dir).replay_from(self._find_state(event), event)
+
+    def _find_state(self, event: int) -> Snapshot | None:
+        """Return the latest state kept that is not after the event."""
+        names = (path.name.removesuffix(STATE_SUFFIX) for path in self.directory.glob("*.bin.zst"))
+        kept = sorted(int(name.split("-")[1].removesuffix(".bin")) for name in names)
+        for seq in reversed([seq for seq in kept if seq <= event]):
+            path = self.directory / f"{format_name(seq)}{STATE_SUFFIX}"
+            with suppress(OSError, zstandard.ZstdError):
+                found = parse_snapshot(zstandard.decompress(path.read_bytes()), seq)
+                if isinstance(found, Snapshot):
+                    return found
+        return None
+
+    def refresh(self) -> bool:
+        """Follow the run; return whether there are new facts. These do not change."""
+        return False
+
+
+class _Builder:
+    """Writer of a directory of facts."""
+
+    def __init__(self, directory: Path, progress: Progress | None) -> None:
+        self.directory, self._progress = directory, progress
+        directory.mkdir(parents=True)
+        self.tables = TableWriter(directory)
+        self.collector = FactCollector(self.tables.add)
+
+    def keep_state(self, state: State, place: Takeover, share: float) -> None:
+        data = zstandard.compress(encode_snapshot(state, place))
+        (self.directory / f"{format_name(state.seq)}{STATE_SUFFIX}").write_bytes(data)
+        if self._progress is not None:
+            self._progress(state.seq, share)
+
+    def finish(self, begins_at: int, end: Takeover | None) -> FactsHeader:
+        for name, row in self.collector.list_open():
+            self.tables.add(name, row)
+        self.tables.close()
+        header = _build_header(self.collector, begins_at, end)
+        (self.directory / HEADER_FILE).write_bytes(msgspec.json.encode(header))
+        return header
+
+
+def _build_header(collector: FactCollector, begins_at: int, end: Takeover | None) -> FactsHeader:
+    clock = collector.clock
+    return FactsHeader(
+        begins_at=begins_at,
+        events=clock.now.seq,
+        first_ns=clock.first_ns,
+        last_ns=clock.now.unix_ns,
+        end=end,
+    )
+
+
+def load_facts(run_dir: Path, progress: Progress | None = None) -> Facts:
+    """Return the facts of the log as it is now; build them if there are none, or older ones."""
+    log = RunLog(run_dir)
+    for directory in _list_places(run_dir):
+        header = _read_header(directory)
+        if header is not None and log.ends_at(header.end):
+            return Facts(run_dir, directory, header)
+    for directory in _list_places(run_dir):
+        try:
+            return _build_facts(log, directory, progress)
+        except OSError as error:
+            failed = error
+    raise ConfigError(f"the facts of {run_dir} cannot be written: {failed}") from failed
+
+
+def _list_places(run_dir: Path) -> Iterator[Path]:
+    """Yield the directories where facts may be: of the run, else of the user's cache."""
+    yield run_dir / FACTS_DIR
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+    yield cache / "laminar" / f"facts-{digest}"
+
+
+def _read_header(directory: Path) -> FactsHeader | None:
+    """Return the description of usable facts; None: they are missing, or of other rules."""
+    try:
+        data = (directory / HEADER_FILE).read_bytes()
+        header = msgspec.json.decode(data, type=FactsHeader)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    usable = (header.facts, header.logic) == (FACTS_VERSION, LOGIC_VERSION)
+    files = (get_table_path(directory, name) for name in TABLES if name != CALLS)
+    return header if usable and all(path.is_file() for path in files) else None
+
+
+def _build_facts(log: RunLog, directory: Path, progress: Progress | None) -> Facts:
+    """Build all tables under a temporary name; rename them once they are complete."""
+    new = directory.with_name(f".{directory.name}.{os.getpid()}")
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        builder = _Builder(new, progress)
+        replay = log.start_replay(builder.collector, builder.keep_state)
+        begins_at = replay.begins_at
+        if begins_at:
+            builder.collector.begin_with(replay.state)
+        end = replay.advance()
+        builder.keep_state(replay.state, end, 1.0)
+        header = builder.finish(begins_at, end)
+        shutil.rmtree(directory, ignore_errors=True)
+        new.rename(directory)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return Facts(log.run_dir, directory, header)
+
+
+class LiveFacts(Facts):
+    """Facts of a run that goes on: `refresh` handles the records that were added since."""
+
+    def __init__(self, run_dir: Path, progress: Progress | None = None) -> None:
+        self.run_dir, self._progress = run_dir, progress
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
+        self._batches: dict[str, list[pa.RecordBatch]] = {name: [] for name in TABLES}
+        self._states: dict[int, bytes] = {}
+        self._collector = FactCollector(self._add)
+        self._replay = RunLog(self.run_dir).start_replay(self._collector, self._keep_state)
+        if self._replay.begins_at:
+            self._collector.begin_with(self._replay.state)
+        self._advance()
+
+    def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
+        if name == CALLS:
+            return _read_calls(self.run_dir)
+        if name in NOT_FOLLOWED:
+            return load_facts(self.run_dir).table(name, columns)
+        if self._rows[name]:
+            self._batches[name].append(build_batch(name, self._rows[name]))
+            self._rows[name] = []
+        unfinished = build_batch(name, self._open.get(name, ()))
+        found = pa.Table.from_batches([*self._batches[name], unfinished], SCHEMAS[name])
+        return found.select(columns) if columns else found
+
+    @property
+    def state(self) -> State:  # type: ignore[override]
+        """State after the last event; it changes with the next `refresh`."""
+        return self._replay.state
+
+    def refresh(self) -> bool:
+        """Handle new records; return whether there were any."""
+        if not self._replay.has_grown():
+            return False
+        before = self.events
+        try:
+            self._advance()
+        except ConfigError:
+            self._begin()  # a coordinator took the log over before the last place
+        return self.events != before
+
+    def _advance(self) -> None:
+        end = self._replay.advance()
+        self.header = _build_header(self._collector, self._replay.begins_at, end)
+        self._open: dict[str, list[Row]] = {}
+        for name, row in self._collector.list_open():
+            self._open.setdefault(name, []).append(row)
+
+    def _add(self, name: str, row: Row) -> None:
+        if name not in NOT_FOLLOWED:
+            self._rows[name].append(row)
+
+    def _keep_state(self, state: State, place: Takeover, share: float) -> None:
+        self._states[state.seq] = zstandard.compress(encode_snapshot(state, place))
+        if self._progress is not None:
+            self._progress(state.seq, share)
+
+    def _find_state(self, event: int) -> Snapshot | None:
+        seq = max((seq for seq in self._states if seq <= event), default=0)
+        if not seq:
+            return None
+        found = parse_snapshot(zstandard.decompress(self._states[seq]), seq)
+        return found if isinstance(found, Snapshot) else None
+
+
+def follow_run(run_dir: Path, progress: Progress | None = None) -> Facts:
+    """Return the facts of a run, from files if they are of the whole log, else to be followed."""
+    header = _read_header(run_dir / FACTS_DIR)
+    if header is not None and RunLog(run_dir).ends_at(header.end):
+        return Facts(run_dir, run_dir / FACTS_DIR, header)
+    return LiveFacts(run_dir, progress)
+
+
+def _read_calls(run_dir: Path) -> pa.Table:
+    """Return the calls of environments, as the store has them now."""
+    rows: list[Row] = []
+    if (run_dir / STORE_FILE).is_file():
+        with books.open_tables(run_dir / STORE_FILE) as tables:
+            rows = tables.turns.list_calls()
+    return pa.Table.from_batches([build_batch(CALLS, rows)], SCHEMAS[CALLS])
