@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.export.perfetto import write_trace
+from laminar.analysis.facts.reader import load_facts
 from laminar.analysis.log import run_log
 from laminar.analysis.log.process_logs import cut_logs
 from laminar.analysis.log.story import dump_log, read_story
@@ -191,7 +192,8 @@ def run_story(arguments: argparse.Namespace) -> int:
 
 def run_why(arguments: argparse.Namespace) -> int:
     _note_emulated(arguments.run)
-    _print_lines(explain_subject(arguments.run, arguments.id, arguments.at))
+    facts = load_facts(arguments.run)
+    _print_lines(explain_subject(facts, arguments.id, arguments.at))
     return 0
 
 

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar.analysis.report.summary import RunReplay, summarize_replay
+from laminar.analysis.report.figures import RunFigures
+from laminar.analysis.report.summary import summarize_figures
 from laminar.config import ConfigError
 from laminar.coordinator.restarts import GiveUp
 from laminar.core.state.failures import FailureKind
@@ -66,10 +67,10 @@ def run_watch(arguments: argparse.Namespace) -> int:
 def _format_end(run_dir: Path) -> list[str]:
     """Return the last lines, as in `laminar train`; a killed run has no recorded reason."""
     try:
-        run = RunReplay(run_dir)
+        run = RunFigures(run_dir)
     except ConfigError as error:
         return [f"no process of the run is alive, and it has no summary: {error}"]
     over = GiveUp(run.state.run.exit_code, run.state.run.failed)
     if run.state.run.phase != Phase.ENDED:
         over = GiveUp.after_failure(FailureKind.CRASHED, COORDINATOR, "all its processes are gone")
-    return summary_lines(summarize_replay(run), run_dir, over)
+    return summary_lines(summarize_figures(run), run_dir, over)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from laminar.analysis.log.evaluations import format_accuracy, format_score, is_shaped
-from laminar.analysis.report.summary import RunReplay, summarize_replay, write_summary
+from laminar.analysis.report.figures import RunFigures
+from laminar.analysis.report.summary import summarize_figures, write_summary
 from laminar.analysis.report.summary_lines import format_count, range_line
 from laminar.cluster.slurm import resume_command
 from laminar.config import Config, ConfigError
@@ -196,8 +197,8 @@ def report_end(run_dir: Path, console: Terminal, over: GiveUp) -> GiveUp:
     The lines have no influence on the outcome.
     """
     try:
-        run = RunReplay(run_dir)
-        summary, failed = summarize_replay(run), run.state.run.failed or over.failure
+        run = RunFigures(run_dir)
+        summary, failed = summarize_figures(run), run.state.run.failed or over.failure
         if over.code == exit_codes.FAILED and failed is None:
             failed = Failure(FailureKind.NOT_HANDLED, COORDINATOR, detail=UNHANDLED)
         over = GiveUp(over.code, failed)

@@ -21,8 +21,6 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from laminar.analysis.log.display import step_number
-from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.facts.trajectory_history import (
     EventClock,
     HistoryTracker,
@@ -30,6 +28,8 @@ from laminar.analysis.facts.trajectory_history import (
     Stage,
     TrajectoryHistory,
 )
+from laminar.analysis.log.display import step_number
+from laminar.analysis.log.run_log import replay_log
 from laminar.config import ConfigError
 from laminar.core.state.state import State
 from laminar.events.base import Command, Event, Stamped, get_tag

@@ -20,9 +20,6 @@ from typing import Any, TextIO
 import msgspec
 
 from laminar.analysis.export.perfetto_tracks import FLAGS, Span, Tracks
-from laminar.analysis.log.display import step_number
-from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.log.timeline import read_spans
 from laminar.analysis.facts.trajectory_history import (
     Change,
     EventClock,
@@ -32,6 +29,9 @@ from laminar.analysis.facts.trajectory_history import (
     Stage,
     TrajectoryHistory,
 )
+from laminar.analysis.log.display import step_number
+from laminar.analysis.log.run_log import replay_log
+from laminar.analysis.log.timeline import read_spans
 from laminar.analysis.report.repack_book import was_given_away
 from laminar.analysis.why.idle_spells import DOWN, PULLING, IdleTracker
 from laminar.config import ConfigError

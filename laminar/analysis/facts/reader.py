@@ -17,14 +17,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import zstandard
 
@@ -38,8 +40,12 @@ from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import State
 from laminar.eventlog.record import Takeover
 from laminar.eventlog.snapshot import Snapshot, encode_snapshot, format_name, parse_snapshot
+from laminar.events.base import Stamped
+from laminar.events.events import ALL_EVENTS
 from laminar.run.directory import FACTS_DIR, STORE_FILE
 from laminar.storage import books
+
+_decode_event = msgspec.json.Decoder(reduce(or_, ALL_EVENTS)).decode
 
 HEADER_FILE = "facts.json"
 STATE_SUFFIX = ".zst"
@@ -85,14 +91,25 @@ class Facts:
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """Return a table, or some of its columns."""
-        if name == CALLS:
-            return _read_calls(self.run_dir)
-        return pq.read_table(get_table_path(self.directory, name), columns=columns)
+        return self._select(name, columns, None)
 
-    def rows(self, name: str, columns: list[str] | None = None) -> list[dict[str, Any]]:
-        """Return the rows of a table."""
-        found: list[dict[str, Any]] = self.table(name, columns).to_pylist()
+    def rows(
+        self, name: str, columns: list[str] | None = None, **wanted: Any
+    ) -> list[dict[str, Any]]:
+        """Return the rows of a table, as dicts; `wanted`: values, or sets of values, by column."""
+        found: list[dict[str, Any]] = self._select(name, columns, _build_filter(wanted)).to_pylist()
         return found
+
+    def _select(self, name: str, columns: list[str] | None, rows: pc.Expression | None) -> pa.Table:
+        if name == CALLS:
+            return _select_rows(_read_calls(self.run_dir), columns, rows)
+        path = get_table_path(self.directory, name)
+        return pq.read_table(path, columns=columns, filters=rows)
+
+    def read_events(self, numbers: Collection[int]) -> dict[int, Stamped]:
+        """Return events of the log by their numbers."""
+        found = self.rows("events", event=set(numbers))
+        return {row["event"]: decode_row(row) for row in found}
 
     def to_unix_ns(self, seconds: float) -> int:
         """Return the unix time of a time in a table."""
@@ -236,17 +253,17 @@ class LiveFacts(Facts):
             self._collector.begin_with(self._replay.state)
         self._advance()
 
-    def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
+    def _select(self, name: str, columns: list[str] | None, rows: pc.Expression | None) -> pa.Table:
         if name == CALLS:
-            return _read_calls(self.run_dir)
+            return super()._select(name, columns, rows)
         if name in NOT_FOLLOWED:
-            return load_facts(self.run_dir).table(name, columns)
+            return load_facts(self.run_dir)._select(name, columns, rows)
         if self._rows[name]:
             self._batches[name].append(build_batch(name, self._rows[name]))
             self._rows[name] = []
         unfinished = build_batch(name, self._open.get(name, ()))
         found = pa.Table.from_batches([*self._batches[name], unfinished], SCHEMAS[name])
-        return found.select(columns) if columns else found
+        return _select_rows(found, columns, rows)
 
     @property
     def state(self) -> State:  # type: ignore[override]
@@ -294,6 +311,35 @@ def follow_run(run_dir: Path, progress: Progress | None = None) -> Facts:
     if header is not None and RunLog(run_dir).ends_at(header.end):
         return Facts(run_dir, run_dir / FACTS_DIR, header)
     return LiveFacts(run_dir, progress)
+
+
+def _build_filter(wanted: dict[str, Any]) -> pc.Expression | None:
+    """Build the condition that each column has its value, or one of its set."""
+    found: pc.Expression | None = None
+    for name, value in wanted.items():
+        values = list(value) if isinstance(value, set | frozenset | list | tuple) else [value]
+        one = pc.field(name).isin(values)
+        found = one if found is None else found & one
+    return found
+
+
+def _select_rows(
+    table: pa.Table, columns: list[str] | None, rows: pc.Expression | None
+) -> pa.Table:
+    found = table if rows is None else table.filter(rows)
+    return found.select(columns) if columns else found
+
+
+def decode_row(row: dict[str, Any]) -> Stamped:
+    """Return the event of a row of the table `events`, without its time and sequence number."""
+    return Stamped(
+        seq=row["event"],
+        time_ns=0,
+        peer=row["sender"],
+        incarnation=row["incarnation"],
+        peer_seq=0,
+        event=_decode_event(row["fields"]),
+    )
 
 
 def _read_calls(run_dir: Path) -> pa.Table:

@@ -114,7 +114,7 @@ _ALL = (
         outcome text trained, evaluated or dropped; NULL: open
         outcome_reason text reason of a drop
         step int step that trained it; of an evaluation sample: completed steps
-        staleness int steps from its last weights to its batch, if trained
+        staleness int steps from the weights of its last attempt to its batch, if trained
         """,
     ),
     _declare_table(
@@ -194,7 +194,7 @@ _ALL = (
         "intervals in which a condition held",
         """
         actor text process; empty: the run
-        condition text live, running, loading, bound, spare; of the run: phase-*, bound, trainer-free
+        condition text live, running, loading, bound, spare; run: phase-*, bound, trainer-free
         began time begin
         ended time end; NULL: it lasts
         """,

@@ -71,10 +71,8 @@ class TrainingFacts:
         event = at.event
         if isinstance(event, ev.StepCompleted):
             self._complete_step(at, event)
-        elif isinstance(event, ev.WeightsPublished) and event.version not in self._published:
-            self._published.add(event.version)
-            facts = (event.version, event.step, at.seconds, at.now.seq, event.digest)
-            self._add("versions", facts)
+        elif isinstance(event, ev.WeightsPublished):
+            self._record_version(at, event)
         if not isinstance(event, ev.TokenProgress):
             self._record_results(at)
             self._follow_trainer(at)
@@ -82,6 +80,13 @@ class TrainingFacts:
     def list_open(self) -> Iterator[tuple[str, Row]]:
         for step in self._steps.values():
             yield "steps", self._step_row(step)
+
+    def _record_version(self, at: Happening, event: ev.WeightsPublished) -> None:
+        accepted = event.version == at.state.versions.newest
+        if accepted and event.version not in self._published:
+            self._published.add(event.version)
+            facts = (event.version, event.step, at.seconds, at.now.seq, event.digest)
+            self._add("versions", facts)
 
     def _record_results(self, at: Happening) -> None:
         for result in at.state.evaluations.results[self._results :]:

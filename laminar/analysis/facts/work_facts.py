@@ -139,6 +139,7 @@ class TrajectoryFacts:
         p, place = life.placement, self._clock.place
         trained = life.end == "trained"
         step = step_number(life.end_step) if trained else life.end_step
+        oldest = next(stay.step for stay in life.placements if stay.attempt == p.attempt)
         return (
             *(life.trajectory_id, life.group, life.sibling, life.purpose, life.row_index),
             *(p.replica, p.version, p.step, p.attempt, p.number, life.turns, p.prompt_tokens),
@@ -156,7 +157,7 @@ class TrajectoryFacts:
             *(life.reward, life.correct, life.reward_reason or None),
             *(life.end or None, life.end_reason or None),
             step if life.end and step >= 0 else None,
-            life.end_step - p.step if trained else None,
+            life.end_step - oldest if trained else None,
         )
 
 

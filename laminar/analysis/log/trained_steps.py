@@ -1,6 +1,6 @@
 """Steps that a run trained, according to its event log, and the resulting weights.
 
-Reads   RUN/events/
+Reads   the facts of a run directory
 Gives   read_trained_steps: the first weights and all completed steps
 Raises  ConfigError for a log that cannot be read
 """
@@ -11,11 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar.analysis.log.run_log import replay_log
-from laminar.core.state.state import State
-from laminar.events import commands as cmd
-from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
+from laminar.analysis.facts.reader import load_facts
 from laminar.names.ids import TrajectoryId
 
 
@@ -39,44 +35,25 @@ class TrainedSteps(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[TrainedStep, ...]
 
 
-class _StepReader:
-    """Replay observer of ordered steps, completed steps and published digests."""
-
-    def __init__(self) -> None:
-        self.completed: list[cmd.TrainStep] = []
-        self.digests: dict[int, str] = {}
-        self._ordered: dict[int, cmd.TrainStep] = {}  #: latest order, by index of the step
-        self._steps = 0
-
-    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        event = stamped.event
-        if isinstance(event, ev.StepCompleted) and state.steps.completed > self._steps:
-            self.completed.append(self._ordered[event.step_index])
-        self._steps = state.steps.completed
-        if state.versions.newest_digest:
-            self.digests.setdefault(state.versions.newest, state.versions.newest_digest)
-        for command in commands:
-            if isinstance(command, cmd.TrainStep):
-                self._ordered[command.step_index] = command
-
-
 def read_trained_steps(run_dir: Path) -> TrainedSteps:
     """Return all steps completed in the log so far."""
-    reader = _StepReader()
-    state = replay_log(run_dir, reader).machine.state
+    facts = load_facts(run_dir)
+    state = facts.state
+    digests = {row["version"]: row["digest"] for row in facts.rows("versions")}
     steps = (
         TrainedStep(
-            step_index=command.step_index,
-            version=command.version,
-            trajectories=command.trajectories,
-            digest=reader.digests.get(command.version, ""),
+            step_index=row["step"] - 1,
+            version=row["version"],
+            trajectories=tuple(row["trajectories"]),
+            digest=digests.get(row["version"], ""),
         )
-        for command in reader.completed
+        for row in facts.rows("steps")
+        if row["completed"] is not None
     )
     return TrainedSteps(
         first_step=state.data.first_step,
         first_version=state.data.first_version,
-        first_digest=reader.digests.get(state.data.first_version, ""),
+        first_digest=digests.get(state.data.first_version, ""),
         first_chain=state.data.origin.digest if state.data.origin is not None else "",
         functions=state.steps.function_digests,
         steps=tuple(steps),

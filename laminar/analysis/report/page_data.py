@@ -1,6 +1,6 @@
 """Data of a report page: the summary of a run, its figures over the steps, and some samples.
 
-Reads   the event log, timeline/, metrics.jsonl, store.sqlite, config.toml and the logs of the nodes
+Reads   the facts, timeline/, metrics.jsonl, store.sqlite, config.toml and the logs of the nodes
         of a run directory, running or ended
 Gives   PageData
 Raises  ConfigError for a run directory that cannot be read
@@ -18,10 +18,11 @@ import numpy as np
 
 from laminar.analysis.log.process_logs import read_machines
 from laminar.analysis.log.timeline import whole_lines
+from laminar.analysis.report.figures import RunFigures
 from laminar.analysis.report.prompt_lengths import split_by_length
 from laminar.analysis.report.replica_series import Points, ReplicaSeries, build_series
 from laminar.analysis.report.samples import Decode, Sample, SampleFilter, find_samples
-from laminar.analysis.report.summary import RunReplay, summarize_replay
+from laminar.analysis.report.summary import summarize_figures
 from laminar.config import Config, ConfigError, load_config
 from laminar.run.directory import CONFIG_FILE, METRICS_FILE, STORE_FILE
 from laminar.storage import books
@@ -79,8 +80,8 @@ class PageData(NamedTuple):
 
 def page_data(run_dir: Path, decode: Decode | None) -> PageData:
     """Collect the data of a page; without `decode`, no samples."""
-    run = RunReplay(run_dir)
-    summary, first_ns = summarize_replay(run), run.windows.first_ns
+    run = RunFigures(run_dir)
+    summary, first_ns = summarize_figures(run), run.first_ns
     responses = _read_responses(run_dir)
     return PageData(
         name=run_dir.resolve().name,
@@ -92,7 +93,7 @@ def page_data(run_dir: Path, decode: Decode | None) -> PageData:
         staleness=_compute_staleness(responses),
         scores=_compute_scores(responses),
         samples={} if decode is None else _select_samples(run_dir, decode),
-        series=build_series(run.use, run.course.repack, first_ns),
+        series=build_series(run.gauges, run.facts.rows("migrations"), first_ns),
         histogram=_compute_histograms(responses),
         config=_load_config(run_dir),
         machines=read_machines(run_dir),
@@ -127,10 +128,11 @@ def _read_responses(run_dir: Path) -> list[Response]:
         return list(tables.iter_responses())
 
 
-def _compute_rates(run: RunReplay, seconds: float) -> Rates:
-    first_ns, seconds = run.windows.first_ns, max(seconds, 1e-3)
+def _compute_rates(run: RunFigures, seconds: float) -> Rates:
+    first_ns, seconds = run.first_ns, max(seconds, 1e-3)
     sampled = [(rows[:, 1], rows[:, 3]) for rows in run.steps.values() if len(rows)]
-    trained = np.array(list(run.milestones.completed.values()), dtype=np.int64).reshape(-1, 2)
+    reports = [(run.facts.to_unix_ns(row["completed"]), row["tokens"]) for row in run.completed]
+    trained = np.array(reports, dtype=np.int64).reshape(-1, 2)
     return Rates(
         _bin_rate(sampled, first_ns, seconds),
         _bin_rate([(trained[:, 0], trained[:, 1])], first_ns, seconds),

@@ -1,6 +1,6 @@
 """Evaluation score by prompt length; a mean over easy and hard prompts hides both.
 
-Reads   RUN/store.sqlite (evaluation prompts and samples), the rewards of the log
+Reads   RUN/store.sqlite (evaluation prompts and samples), which samples were correct
 Gives   by_prompt_length: for the first and the last evaluation, the correct samples of each length
 
 Prompts of equal length stay together, and each range has about a quarter of them.
@@ -18,8 +18,7 @@ import numpy as np
 
 from laminar.config import ConfigError
 from laminar.core.state.evaluation_scores import EvaluationResult
-from laminar.events.events import TrajectoryRewarded
-from laminar.names.ids import Purpose, TrajectoryId
+from laminar.names.ids import Purpose
 from laminar.run.directory import STORE_FILE
 from laminar.storage import books
 from laminar.storage.rows import PromptKey
@@ -40,9 +39,7 @@ class EvaluationResponse(msgspec.Struct, frozen=True):
 
 
 def by_prompt_length(
-    run_dir: Path,
-    evaluations: Sequence[EvaluationResult],
-    rewarded: Mapping[TrajectoryId, TrajectoryRewarded],
+    run_dir: Path, evaluations: Sequence[EvaluationResult], correct: Mapping[str, bool | None]
 ) -> list[dict[str, int]]:
     """Return the counts by prompt length, shortest first.
 
@@ -50,7 +47,7 @@ def by_prompt_length(
     """
     if not evaluations or not (run_dir / STORE_FILE).is_file():
         return []
-    answers = _read_responses(run_dir, rewarded)
+    answers = _read_responses(run_dir, correct)
     parts = split_by_length(answers, lambda a: a.prompt_tokens, RANGES)
     found = []
     for part in parts if len(parts) > 1 else []:
@@ -79,19 +76,17 @@ def split_by_length(
     return [ordered[begin:end] for begin, end in pairwise([0, *ends])]
 
 
-def _read_responses(
-    run_dir: Path, rewarded: Mapping[TrajectoryId, TrajectoryRewarded]
-) -> list[EvaluationResponse]:
+def _read_responses(run_dir: Path, correct: Mapping[str, bool | None]) -> list[EvaluationResponse]:
     found = []
     with books.open_tables(run_dir / STORE_FILE) as tables:
         tokens: dict[int, int] = {}
         for _, row in tables.find_newest(TrajectoryFilter.finished_for(Purpose.EVAL)):
             if row.row_index not in tokens:
                 tokens[row.row_index] = _prompt_tokens(tables, row.row_index)
-            reward = rewarded.get(TrajectoryId(row.id))
-            if row.end == "evaluated" and reward is not None:
+            right = correct.get(row.id)
+            if row.end == "evaluated" and right is not None:
                 index = int(row.group_id.partition(".")[0].removeprefix("e"))
-                found.append(EvaluationResponse(index, tokens[row.row_index], reward.correct))
+                found.append(EvaluationResponse(index, tokens[row.row_index], right))
     return found
 
 

@@ -1,6 +1,6 @@
 """Series of the replicas over time: cache, running and waiting sequences, migrations.
 
-Reads   EngineUse, RepackStats
+Reads   gauges; rows of the table `migrations`
 Gives   ReplicaSeries: over the seconds since the run's first event
 
 A gauge varies with every group that a replica takes. Therefore each part of the time has one
@@ -9,14 +9,13 @@ figure per gauge: the mean of each replica in it, then their mean, lowest and hi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar.analysis.log.engine_use import EngineUse, ReplicaGauges
-from laminar.analysis.report.repack_book import RepackStats
+from laminar.analysis.report.figures import ReplicaGauges, Row
 
 PARTS = 40  #: of the time
 
@@ -42,11 +41,16 @@ class ReplicaSeries(NamedTuple):
     moved: Points  #: trajectories so far
 
 
-def build_series(use: EngineUse, repack: RepackStats, first_ns: int) -> ReplicaSeries:
-    found = {name: use.get_gauges(name) for name in use.replicas}
+def build_series(
+    found: Mapping[str, ReplicaGauges], migrations: Sequence[Row], first_ns: int
+) -> ReplicaSeries:
     waits = any(gauges.waiting.any() for gauges in found.values())
-    placed = [h for h in repack.hand_overs if h.placed is not None]
-    times = [(h.placed.unix_ns - first_ns) / 1e9 for h in placed if h.placed is not None]
+    placed = sorted(
+        (row for row in migrations if row["placed"] is not None),
+        key=lambda row: row["ordered_event"],
+    )
+    times = [row["placed"] for row in placed]
+    moved = np.cumsum([row["moved"] for row in placed], dtype=float).tolist()
     cache = {name: 100 * gauges.kv_use for name, gauges in found.items()}
     running = {name: gauges.running.astype(float) for name, gauges in found.items()}
     waiting = {name: gauges.waiting.astype(float) for name, gauges in found.items() if waits}
@@ -55,7 +59,10 @@ def build_series(use: EngineUse, repack: RepackStats, first_ns: int) -> ReplicaS
         running=_build_band(found, running, first_ns),
         waiting=_build_band(found, waiting, first_ns),
         emptied=([0.0, *times], [float(n) for n in range(len(times) + 1)]),
-        moved=([0.0, *times], [0.0, *np.cumsum([h.moves for h in placed], dtype=float).tolist()]),
+        moved=(
+            [0.0, *times],
+            [0.0, *np.cumsum([row["moved"] for row in placed], dtype=float).tolist()],
+        ),
     )
 
 

@@ -1,6 +1,6 @@
 """Summary of a run: outcome, lengths and figures, in one JSON file.
 
-Reads   the event log, timeline/, coordinator.json
+Reads   the facts, timeline/, coordinator.json
 Writes  RUN/summary.json (by rename); every key is explained in docs/metrics.md
 Raises  ConfigError for a run directory that cannot be read
 
@@ -17,33 +17,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from laminar.analysis.audit.ledger_book import TRUNCATED, Account, ClosedTrajectory
 from laminar.analysis.log import timeline
-from laminar.analysis.log.engine_use import EngineUse
 from laminar.analysis.log.intervals import Intervals, intersect_intervals, merge_intervals
-from laminar.analysis.log.run_log import WallClock, replay_log
-from laminar.analysis.log.state_intervals import StateIntervals
-from laminar.analysis.log.tool_calls import ToolCallStats
 from laminar.analysis.report import utilization
 from laminar.analysis.report.confidence import estimate_mean
+from laminar.analysis.report.figures import Row, RunFigures
 from laminar.analysis.report.prompt_lengths import by_prompt_length, split_by_length
-from laminar.analysis.report.repack_book import LatencyStats
 from laminar.analysis.report.utilization import PublishTiming
 from laminar.config import ConfigError
 from laminar.core.members.resumption import is_run_over
 from laminar.core.state.evaluation_scores import describe_evaluation
-from laminar.core.state.process_failures import ProcessFailures
-from laminar.core.state.scores import float_of
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
 from laminar.events.reasons import DropReason, RewardOutcome
-from laminar.names.ids import Purpose, TrajectoryId
-from laminar.run.directory import COORDINATOR_FILE, SUMMARY_FILE
+from laminar.names.ids import Purpose
+from laminar.run.directory import COORDINATOR_FILE, STORE_FILE, SUMMARY_FILE
 from laminar.run.renames import write_whole
 
 RATE_PARTS = 20
@@ -58,39 +49,6 @@ CONSTANT_SPREAD = 1e-6  #: scores that differ by no more are equal, as in traini
 CLASSES = 4  #: of response lengths
 
 
-class Milestones:
-    """Replay observer of counts and times that neither the state nor Account holds."""
-
-    def __init__(self) -> None:
-        self.coordinators = 0
-        self.published_ns: dict[int, int] = {}  #: by version
-        self.completed: dict[int, tuple[int, int]] = {}  #: time and response tokens, by step index
-        self.names: dict[str, list[str]] = {}  #: processes that became ready, by role
-        self.slots: dict[str, int] = {}  #: sequences that an engine runs at a time, by replica
-        self.losses = ProcessFailures()
-        self.probe_kls: list[float] = []
-        self._clock = WallClock()
-
-    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        self.losses.record_event(stamped, commands)
-        now, event = self._clock.unix_ns(stamped), stamped.event
-        if isinstance(event, ev.CoordinatorStarted):
-            self.coordinators += 1
-        elif isinstance(event, ev.WeightsPublished):
-            self.published_ns.setdefault(event.version, now)
-        elif isinstance(event, ev.StepCompleted):
-            self.completed.setdefault(event.step_index, (now, event.num_tokens))
-        elif isinstance(event, ev.WeightsLoaded) and event.probe_kl is not None:
-            self.probe_kls.append(event.probe_kl)
-        elif isinstance(event, ev.TrainerReady | ev.ReplicaReady):
-            role = "trainer" if isinstance(event, ev.TrainerReady) else "rollout"
-            names = self.names.setdefault(role, [])
-            if stamped.peer not in names:
-                names.append(stamped.peer)
-        if isinstance(event, ev.ReplicaReady):  # one more group, which waits for slots, is included
-            self.slots[stamped.peer] = event.max_num_seqs - state.settings.group_size
-
-
 def summarize_run(run_dir: Path) -> dict[str, Any]:
     """Compute the summary and write it to RUN/summary.json."""
     summary = summary_of(run_dir)
@@ -98,57 +56,41 @@ def summarize_run(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-class RunReplay:
-    """Replay of a run for all figures, with the timelines of its processes."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.account, self.windows, self.milestones = Account(), StateIntervals(), Milestones()
-        self.use, self.course, self.calls = EngineUse(), LatencyStats(), ToolCallStats()
-        observers = self.account, self.windows, self.milestones, self.use, self.course, self.calls
-        replayed = replay_log(run_dir, *observers)
-        self.state, self.events = replayed.machine.state, replayed.events
-        names = self.milestones.names
-        replicas = sorted(names.get("rollout", []))
-        self.trainers = {
-            name: timeline.read_spans(run_dir, name) for name in names.get("trainer", [])
-        }
-        self.pulls = {name: timeline.read_spans(run_dir, name) for name in replicas}
-        self.steps = {name: timeline.read_steps(run_dir, name) for name in replicas}
-        self.cut = timeline.cut_timelines(run_dir)  #: processes whose first spans were removed
-
-
 def summary_of(run_dir: Path) -> dict[str, Any]:
     """Compute the summary without writing it."""
-    return summarize_replay(RunReplay(run_dir))
+    return summarize_figures(RunFigures(run_dir))
 
 
-def summarize_replay(run: RunReplay) -> dict[str, Any]:
-    state, account, milestones = run.state, run.account, run.milestones
+def summarize_figures(run: RunFigures) -> dict[str, Any]:
+    state = run.state
+    loads = run.facts.table("loads", ["probe_kl"])["probe_kl"].drop_null().to_pylist()
     return {
-        **_summarize_outcome(state, milestones),
-        **_summarize_unchanged(account),
-        **_summarize_lengths(account),
-        "probe_kl_mean": fmean(milestones.probe_kls) if milestones.probe_kls else None,
-        **group_figures(account),
-        "by_length": by_length(account),
-        "lost_by": milestones.losses.why,
+        **_summarize_outcome(run),
+        **_summarize_unchanged(run),
+        **_summarize_lengths(run),
+        "probe_kl_mean": fmean(loads) if loads else None,
+        **group_figures(run),
+        "by_length": by_length(run.training),
+        "lost_by": run.lost_by,
         "warnings": state.signals.warnings,
-        **_summarize_rewards(state, account),
-        "calls": run.calls.compute_summary(run.run_dir),
+        **_summarize_rewards(run),
+        "calls": _summarize_calls(run),
         "eval_by_prompt_length": by_prompt_length(
-            run.run_dir, state.evaluations.results, account.rewarded
+            run.run_dir,
+            state.evaluations.results,
+            {row["trajectory"]: row["correct"] for row in run.trajectories},
         ),
         "seed": state.settings.seed,
         **_compute_throughput(run.steps.values()),
-        "nearly_empty_steps": utilization.nearly_empty_share(run.steps, milestones.slots),
-        **run.use.compute_summary(),
-        **run.course.compute_summary(),
+        "nearly_empty_steps": utilization.nearly_empty_share(run.steps, run.slots),
+        **_summarize_use(run),
+        **_summarize_latency(run),
+        "repack": _summarize_repack(run),
         **_summarize_timing(run),
         "timelines_cut": run.cut,
         "processes": _read_pids(run.run_dir, state),
-        "seconds": (run.windows.last_ns - run.windows.first_ns) / 1e9,
-        "events": run.events,
+        "seconds": run.facts.seconds,
+        "events": run.facts.events - run.facts.begins_at,
     }
 
 
@@ -161,8 +103,9 @@ def _summarize_origin(state: State) -> dict[str, Any] | None:
     return {name: getattr(origin, name) for name in kept} | {"same_data": bool(origin.data)}
 
 
-def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
+def _summarize_outcome(run: RunFigures) -> dict[str, Any]:
     """Return the outcome of the run, from the state at its end."""
+    state = run.state
     evaluations = [describe_evaluation(result) for result in state.evaluations.results]
     results = [result["share"] for result in evaluations]
     trained = state.work.ledger.trajectories.trained
@@ -179,57 +122,47 @@ def _summarize_outcome(state: State, milestones: Milestones) -> dict[str, Any]:
         "eval_first": results[0] if results else None,
         "eval_last": results[-1] if results else None,
         "evaluations": evaluations,
-        "weight_versions": len(milestones.published_ns),
+        "weight_versions": len(run.published_ns),
         "staleness_mean": state.steps.staleness_sum / trained if trained else 0.0,
         "staleness_max": state.steps.staleness_max,
         "trajectories_trained": trained,
         "groups_dropped": dict(state.work.ledger.groups.dropped),
         "trajectories_left_out": state.work.ledger.trajectories.dropped.get(DropReason.MISMATCH, 0),
         "tokens_restarted": state.work.ledger.tokens.dropped.get("restarted", 0),
-        "coordinator_incarnations": milestones.coordinators,
+        "coordinator_incarnations": run.coordinators,
     }
 
 
-def _summarize_unchanged(account: Account) -> dict[str, Any]:
+def _summarize_unchanged(run: RunFigures) -> dict[str, Any]:
     """Count the steps that left the weights unchanged, by reason."""
-    reports = [step.completed for step in account.steps.values()]
-    reasons = Counter(report.reason for report in reports if report and not report.changed)
+    reasons = Counter(row["reason"] for row in run.completed if not row["changed"])
     return {"steps_unchanged": reasons.total(), "steps_unchanged_by": dict(reasons)}
 
 
-def _summarize_lengths(account: Account) -> dict[str, Any]:
+def _summarize_lengths(run: RunFigures) -> dict[str, Any]:
     """Return percentiles of the trained and of the generated response lengths, in tokens."""
-    trained = [c for c in account.closed.values() if c.ending.end == "trained"]
-    names = [closed.ending.trajectory_id for closed in trained]
-    cut = Counter(reason for name in names if (reason := _truncated_by(account, name)))
+    trained = run.trained
+    cut = Counter(row["truncated_by"] for row in trained if row["truncated_by"])
     generated = [
-        finished.num_tokens
-        for name, finished in account.finished.items()
-        if account.issued[name] == Purpose.TRAIN
+        row["tokens"]
+        for row in run.trajectories
+        if row["purpose"] == Purpose.TRAIN and row["finished"] is not None
     ]
     return {
-        **_compute_percentiles("response_length", [c.num_tokens for c in trained]),
+        **_compute_percentiles("response_length", [row["tokens"] for row in trained]),
         **_compute_percentiles("generated_response_length", generated),
-        "truncated_share": cut.total() / len(names) if names else None,
-        "truncated_by": {reason: count / len(names) for reason, count in cut.most_common()},
-        "mismatch_kl_mean": _compute_mismatch(account),
-        "left_out": _left_out(account),
-        "trainer_memory_gb": _summarize_memory(account),
+        "truncated_share": cut.total() / len(trained) if trained else None,
+        "truncated_by": {reason: count / len(trained) for reason, count in cut.most_common()},
+        "mismatch_kl_mean": _compute_mismatch(run),
+        "left_out": _left_out(run),
+        "trainer_memory_gb": _summarize_memory(run),
     }
 
 
-def _truncated_by(account: Account, name: TrajectoryId) -> str:
-    """Return the limit that truncated a response: of the environment, else the engine's; or ""."""
-    rewarded, finished = account.rewarded.get(name), account.finished.get(name)
-    if rewarded is not None and rewarded.ended_by:
-        return rewarded.ended_by
-    return TRUNCATED if finished is not None and finished.finish_reason == TRUNCATED else ""
-
-
-def _summarize_rewards(state: State, account: Account) -> dict[str, Any]:
+def _summarize_rewards(run: RunFigures) -> dict[str, Any]:
     """Return the outcome of scoring; logs of older releases are counted by their events."""
-    counted = state.signals.rewards
-    reasons = Counter(event.reason for event in account.rewarded.values())
+    counted = run.state.signals.rewards
+    reasons = Counter(row["reward_reason"] for row in run.trajectories if row["reward_reason"])
     failed = {reason: n for reason, n in reasons.items() if reason != RewardOutcome.OK}
     return {
         "reward_answers": counted.answers if counted else reasons.total(),
@@ -238,34 +171,121 @@ def _summarize_rewards(state: State, account: Account) -> dict[str, Any]:
     }
 
 
+def _summarize_calls(run: RunFigures) -> dict[str, Any] | None:
+    """Return the cost of the calls, None without an environment; seconds are of finished calls."""
+    if not run.state.settings.has_environment or not (run.run_dir / STORE_FILE).is_file():
+        return None
+    calls = run.facts.rows("tool_calls", ["status", "seconds"])
+    seconds = [row["seconds"] for row in calls if row["status"] not in ("intended", "lost")]
+    p50, p99 = np.percentile(seconds, [50, 99]).tolist() if seconds else (None, None)
+    columns = ["prompt_tokens", "tokens_resumed", "started"]
+    resumed = [row for row in run.facts.rows("placements", columns) if row["tokens_resumed"]]
+    ended_by = Counter(row["ended_by"] for row in run.trajectories if row["ended_by"])
+    return {
+        "made": len(calls),
+        "by_end": dict(Counter(row["status"] for row in calls)),
+        "seconds_p50": p50,
+        "seconds_p99": p99,
+        "turns_continued": sum(row["turns"] - 1 for row in run.trajectories),
+        "tokens_read_again": sum(
+            (row["prompt_tokens"] or 0) + row["tokens_resumed"] for row in resumed
+        ),
+        "ended_by": dict(ended_by),
+    }
+
+
+def _summarize_use(run: RunFigures) -> dict[str, Any]:
+    """Return means over all gauges, and the cache use per replica; None without data."""
+    uses = {name: _mean(gauges.kv_use) for name, gauges in run.gauges.items()}
+    empty, found = np.zeros(0), run.gauges.values()
+    return {
+        "kv_use_mean": _mean(np.concatenate([empty, *(gauges.kv_use for gauges in found)])),
+        "kv_use": {name: use for name, use in uses.items() if use is not None},
+        "running_mean": _mean(np.concatenate([empty, *(gauges.running for gauges in found)])),
+        "waiting_mean": _mean(np.concatenate([empty, *(gauges.waiting for gauges in found)])),
+    }
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _summarize_latency(run: RunFigures) -> dict[str, Any]:
+    """Return latencies of training responses, from the first placement to the last token."""
+    took = [
+        row["finished"] - row["dispatched"]
+        for row in run.trajectories
+        if row["purpose"] == Purpose.TRAIN and row["finished"] is not None
+    ]
+    return {
+        "latency_s_mean": sum(took) / len(took) if took else None,
+        "latency_s_max": max(took, default=0.0),
+    }
+
+
+def _summarize_repack(run: RunFigures) -> dict[str, Any] | None:
+    """Return what repack did, None for a run without it.
+
+    A replica is freed when everything that it gave away has started elsewhere or has ended. Without
+    repack it would have run until the last of those trajectories finished, so its gain is measured
+    up to the moment when the last of them finishes at the destination. There it runs in a larger
+    batch than it would have had, so this figure is an upper bound."""
+    policy = run.state.settings.repack_policy
+    if not policy:
+        return None
+    found = run.facts.rows("migrations")
+    freed = [row for row in found if row["freed"] is not None]
+    sooner = [max(row["done"] - row["freed"], 0.0) for row in freed if row["done"] is not None]
+    return {
+        "policy": policy,
+        "replicas_emptied": len(found),
+        "replicas_freed": len(freed),
+        "moves": sum(row["moved"] for row in found),
+        "expired": sum(row["expired"] for row in found),
+        "tokens_prefilled_again": sum(row["tokens_prefilled"] for row in found),
+        "release_s": _summarize_seconds([row["placed"] - row["ordered"] for row in freed]),
+        "hand_over_s": _summarize_seconds([row["freed"] - row["ordered"] for row in freed]),
+        "sooner_s": _summarize_seconds(sooner),
+    }
+
+
+def _summarize_seconds(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    return {"mean": sum(seconds) / len(seconds), "max": max(seconds), "sum": sum(seconds)}
+
+
 def _compute_percentiles(name: str, values: list[int]) -> dict[str, float | None]:
     return {f"{name}_p{q}": float(np.percentile(values, q)) if values else None for q in (50, 99)}
 
 
-def _left_out(account: Account) -> list[dict[str, Any]]:
+def _left_out(run: RunFigures) -> list[dict[str, Any]]:
     """Return the first replicas and versions whose rows were excluded from training."""
     return [
-        {"step": number + 1, **msgspec.to_builtins(part), "trajectories": len(part.trajectories)}
-        for number, step in account.steps.items()
-        if step.completed is not None
-        for part in step.completed.left_out
+        {"step": row["step"], **part, "trajectories": len(part["trajectories"])}
+        for row in run.completed
+        for part in json.loads(row["left_out"] or "[]")
     ][:LEFT_OUT_SHOWN]
 
 
-def _compute_mismatch(account: Account) -> float | None:
+def _list_metrics(run: RunFigures) -> list[tuple[dict[str, float], int]]:
+    """Return the figures and response tokens of each step."""
+    return [(json.loads(row["metrics"]), row["tokens"]) for row in run.completed]
+
+
+def _compute_mismatch(run: RunFigures) -> float | None:
     """Return the mean over tokens: each step is weighted by its response tokens."""
-    reports = [s.completed for s in account.steps.values() if s.completed is not None]
-    chosen = [r for r in reports if "mismatch_kl/mean" in r.metrics]
-    tokens = sum(r.num_tokens for r in chosen)
-    total = sum(r.metrics["mismatch_kl/mean"] * r.num_tokens for r in chosen)
-    return total / tokens if tokens else None
+    key = "mismatch_kl/mean"
+    chosen = [(metrics[key], n) for metrics, n in _list_metrics(run) if key in metrics]
+    tokens = sum(count for _, count in chosen)
+    return sum(value * count for value, count in chosen) / tokens if tokens else None
 
 
-def _summarize_memory(account: Account) -> dict[str, float] | None:
+def _summarize_memory(run: RunFigures) -> dict[str, float] | None:
     """Return the highest value of each memory figure that a step reported."""
     found: dict[str, float] = {}
-    for step in account.steps.values():
-        metrics = step.completed.metrics if step.completed is not None else {}
+    for metrics, _ in _list_metrics(run):
         for key in MEMORY:
             name = key.removeprefix("perf/").removesuffix("_gb")
             if key in metrics:
@@ -297,46 +317,45 @@ def token_rates(steps: Iterable[timeline.Steps], parts: int) -> list[float]:
 # --- times ------------------------------------------------------------------------------------
 
 
-def _trainer_shares(run: RunReplay) -> dict[str, dict[str, float]]:
-    windows = run.windows
-    working = merge_intervals(
-        np.concatenate([windows["phase", p] for p in (Phase.STARTING, Phase.RUNNING)])
-    )
+def _trainer_shares(run: RunFigures) -> dict[str, dict[str, float]]:
+    held = run.conditions.get_intervals
+    phases = (f"phase-{phase}" for phase in (Phase.STARTING, Phase.RUNNING))
+    working = merge_intervals(np.concatenate([held(phase) for phase in phases]))
     return {
         name: utilization.trainer_shares(
-            intersect_intervals(windows["live", name], _find_covered(name in run.cut, spans)),
+            intersect_intervals(held("live", name), _find_covered(name in run.cut, spans)),
             spans,
-            windows["trainer-free",],
-            windows["phase", Phase.FINAL_EVALUATION],
+            held("trainer-free"),
+            held(f"phase-{Phase.FINAL_EVALUATION}"),
             working,
         )
         for name, spans in run.trainers.items()
     }
 
 
-def _summarize_timing(run: RunReplay) -> dict[str, Any]:
-    windows, steps = run.windows, run.steps
+def _summarize_timing(run: RunFigures) -> dict[str, Any]:
+    held, steps = run.conditions.get_intervals, run.steps
     trainer_spans = [span for spans in run.trainers.values() for span in spans]
     time_shares = _trainer_shares(run)
     pulling = {name: timeline.select_state(spans, "pulling") for name, spans in run.pulls.items()}
     for name in steps:
         time_shares[name] = utilization.replica_shares(
-            windows["live", name],
+            held("live", name),
             timeline.merge_steps([steps[name]]),
-            windows["spare", name],
-            merge_intervals(np.concatenate([pulling[name], windows["loading", name]])),
-            windows["bound", name],
+            held("spare", name),
+            merge_intervals(np.concatenate([pulling[name], held("loading", name)])),
+            held("bound", name),
         )
     return {
         "overlap": utilization.compute_overlap(
             timeline.select_state(trainer_spans, "busy"),
-            windows["bound",],
+            held("bound"),
             timeline.merge_steps(steps.values()),
         ),
         "decode_gap_ratio": utilization.decode_gap_ratio(
             steps,
-            {name: windows["running", name] for name in steps},
-            publish_windows(trainer_spans, run.milestones.published_ns),
+            {name: held("running", name) for name in steps},
+            publish_windows(trainer_spans, run.published_ns),
             pulling,
         ),
         "publish_stall_share": _publish_stall(run, trainer_spans),
@@ -359,15 +378,15 @@ def publish_windows(spans: list[timeline.TimelineSpan], published_ns: dict[int, 
     )
 
 
-def _publish_stall(run: RunReplay, spans: list[timeline.TimelineSpan]) -> float | None:
+def _publish_stall(run: RunFigures, spans: list[timeline.TimelineSpan]) -> float | None:
     """Compute the stall over the trained steps whose weights were published, deferred included."""
     received = {span.step: span.start_ns for span in spans if span.state == "busy"}
     publishes, made_by = [], set()
-    for index, step in run.account.steps.items():
-        published = run.milestones.published_ns.get(step.command.version)
+    for row in run.steps_trained:
+        published, index = run.published_ns.get(row["version"]), row["step"] - 1
         if published is not None and index in received:
             publishes.append(PublishTiming(received[index], published))
-            made_by.add(index + 1)  # weights are named by the number of steps that made them
+            made_by.add(row["step"])  # weights are named by the number of steps that made them
     stalls = merge_intervals(
         (span.start_ns, span.end_ns)
         for span in spans
@@ -401,56 +420,51 @@ def replace_text(path: Path, text: str) -> None:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
-def group_figures(account: Account) -> dict[str, Any]:
+def group_figures(run: RunFigures) -> dict[str, Any]:
     """Return shares of the trained groups; groups whose siblings agree teach nothing."""
-    groups: dict[str, list[tuple[float, bool]]] = {}
-    for name, closed in account.closed.items():
-        if closed.ending.end == "trained":
-            event = account.rewarded[name]
-            scored = (float_of(event.reward_bits), event.correct)
-            groups.setdefault(closed.ending.group, []).append(scored)
+    groups: dict[str, list[Row]] = {}
+    for row in run.trained:
+        groups.setdefault(row["group_id"], []).append(row)
+    mixed = run.facts.table("groups", ["group_id", "mixed"]).to_pylist()
     count = len(groups)
-    right = sum(all(correct for _, correct in group) for group in groups.values())
-    wrong = sum(not any(correct for _, correct in group) for group in groups.values())
+    right = sum(all(row["correct"] for row in group) for group in groups.values())
+    wrong = sum(not any(row["correct"] for row in group) for group in groups.values())
     flat = sum(_compute_spread(group) <= CONSTANT_SPREAD for group in groups.values())
     return {
         "groups_trained": count,
-        "groups_mixed_versions": len(account.mixed & groups.keys()),
+        "groups_mixed_versions": sum(row["mixed"] and row["group_id"] in groups for row in mixed),
         "groups_all_right": right / count if count else None,
         "groups_all_wrong": wrong / count if count else None,
         "groups_no_variance": flat / count if count else None,
     }
 
 
-def _compute_spread(group: list[tuple[float, bool]]) -> float:
-    scores = [score for score, _ in group]
-    return max(scores) - min(scores)
+def _compute_spread(group: list[Row]) -> float:
+    scores = [row["reward"] for row in group]
+    return float(max(scores) - min(scores))
 
 
-def by_length(account: Account) -> list[dict[str, Any]]:
+def by_length(closed: list[Row]) -> list[dict[str, Any]]:
     """Return figures of the ended training responses, in length classes of about equal size.
 
     Bias towards short responses shows by length first: in the share trained, the share dropped, the
     share left over at the end, and the staleness of the long ones. Responses dropped before they
     finished are classed by the tokens they had.
     """
-    closed = [c for name, c in account.closed.items() if account.issued[name] == Purpose.TRAIN]
-    parts = split_by_length(closed, lambda c: c.num_tokens, CLASSES)
-    return [_summarize_class(account, part) for part in parts]
+    parts = split_by_length(closed, lambda row: int(row["tokens"]), CLASSES)
+    return [_summarize_class(part) for part in parts]
 
 
-def _summarize_class(account: Account, closed: list[ClosedTrajectory]) -> dict[str, Any]:
-    trained = [c for c in closed if c.ending.end == "trained"]
-    dropped = [c for c in closed if c.ending.end == "dropped"]
-    reasons = Counter(c.ending.reason for c in dropped)
-    ages = [account.compute_staleness(c) for c in trained]
-    finished = [account.finished.get(c.ending.trajectory_id) for c in closed]
+def _summarize_class(closed: list[Row]) -> dict[str, Any]:
+    trained = [row for row in closed if row["outcome"] == "trained"]
+    reasons = Counter(row["outcome_reason"] for row in closed if row["outcome"] == "dropped")
+    ages = [row["staleness"] for row in trained]
     return {
-        "tokens_min": min(c.num_tokens for c in closed),
-        "tokens_max": max(c.num_tokens for c in closed),
+        "tokens_min": min(row["tokens"] for row in closed),
+        "tokens_max": max(row["tokens"] for row in closed),
         "trained": len(trained),
         "staleness_mean": sum(ages) / len(ages) if ages else None,
-        "truncated": sum(bool(_truncated_by(account, c.ending.trajectory_id)) for c in closed),
+        "truncated": sum(row["truncated_by"] is not None for row in closed),
         "dropped": dict(sorted(reasons.items())),
-        "unfinished": sum(found is None for found in finished),
+        "unfinished": sum(row["finished"] is None for row in closed),
     }

@@ -2,159 +2,171 @@
 
 The report says what it did instead of generating, why it was refused work, and what ended that.
 
-Reads   a replay; a time, as seconds since the run's first event or as an event number
-Gives   IdleReport, an observer that ends with sentences
+Reads   facts; a time, as seconds since the run's first event or as an event number
+Gives   explain_replica: sentences
 Raises  ConfigError for a replica or a time that the log does not have
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from laminar.analysis.facts.trajectory_history import EventClock, Moment
-from laminar.analysis.why import wording
-from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, IdlePeriod, IdleTracker
-from laminar.analysis.why.repack_decisions import RepackDecisions, look_lines, one_look
+import pyarrow.compute as pc
+
+from laminar.analysis.facts.idle_reasons import DOWN, NO_WEIGHTS
+from laminar.analysis.facts.reader import Facts
+from laminar.analysis.facts.replica_facts import BUSY
+from laminar.analysis.why.repack_answers import decision_lines, one_decision
+from laminar.analysis.why.wording import (
+    QUESTION_HINT,
+    EventWords,
+    Row,
+    format_moment,
+    format_time,
+    format_times,
+    sum_by_reason,
+    wait_lines,
+)
 from laminar.config import ConfigError
 from laminar.core.scheduling.admission import NotAdmittedReason
-from laminar.core.state.state import State
-from laminar.events import commands as cmd
-from laminar.events.base import Command, Stamped
 
 NO_USE = (DOWN, NO_WEIGHTS, NotAdmittedReason.RUN_ENDING)
 """First reasons of idle times that belong to the start or end of the process or the run."""
 
 
-class _PeriodEnd(NamedTuple):
-    """End of an idle time."""
+class IdleTime(NamedTuple):
+    """Time in which a replica ran nothing, by its parts."""
 
-    size: int
-    first: str
+    parts: list[Row]
+
+    @property
+    def begin(self) -> int:
+        """Event that began it."""
+        return int(self.parts[0]["began_event"])
+
+    @property
+    def end(self) -> int | None:
+        """Event that ended it; None while it lasts."""
+        found: int | None = self.parts[-1]["ended_event"]
+        return found
+
+    def measure_length(self, last: float) -> float:
+        ended = self.parts[-1]["ended"]
+        return float((last if ended is None else ended) - self.parts[0]["began"])
 
 
-class IdleReport:
-    """Idle times of one replica, and the selection of the requested one."""
+def list_idle_times(rows: Iterable[Row]) -> list[IdleTime]:
+    """Return the idle times among the states of one replica, in order."""
+    found: dict[int, IdleTime] = {}
+    for row in rows:
+        if row["state"] != BUSY:
+            found.setdefault(row["idle_since_event"], IdleTime([])).parts.append(row)
+    return list(found.values())
 
-    def __init__(self, name: str, at: str) -> None:
-        self.name, self.at = name, at
-        self._seq, self._seconds = _parse_instant(at)
-        self._moments, self._idleness = EventClock(), IdleTracker()
-        self._asked: Moment | None = None  #: latest event up to the requested time
-        self._running = ""  #: activity at that time
-        self._times: list[IdlePeriod] = []
-        self._work: dict[int, _PeriodEnd] = {}  #: by the event that ended an idle time
-        self._looks = RepackDecisions()
 
-    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now = self._moments.locate_event(stamped)
-        self._looks.record_event(now, stamped, commands, state, {self.name})
-        for idle in self._idleness.record_event(now, stamped, state):
-            if idle.replica == self.name:
-                self._times.append(idle)
-                given = [
-                    c.trajectory_id
-                    for c in commands
-                    if isinstance(c, cmd.GenerateTrajectory) and c.to == self.name
-                ]
-                self._work[stamped.seq] = _PeriodEnd(len(given), given[0])
-        if now.seq <= self._seq or self._moments.seconds_since_start(now) <= self._seconds:
-            replica = state.members.replicas.get(self.name)
-            self._asked = now
-            if replica is not None:
-                self._running = f"{len(replica.running)} trajectories of v{replica.version}"
+def explain_replica(facts: Facts, name: str, at: str) -> Iterator[str]:
+    """Yield the answer."""
+    states = facts.rows("replica_states", replica=name)
+    if not states:
+        known = set(facts.table("replica_states", ["replica"])["replica"].to_pylist())
+        listed = ", ".join(sorted(known)) or "none"
+        raise ConfigError(f"the log has no replica {name} (known: {listed}): {QUESTION_HINT}")
+    asked = _find_asked(facts, at)
+    times = list_idle_times(states)
+    idle = _choose_time(facts, times, asked)
+    if idle is None:
+        yield from _busy_lines(facts, states[0], name, at, asked)
+    else:
+        yield from _idle_lines(facts, name, idle, longest=not at)
+    yield _describe_sum(facts, times, states[0])
+    yield from _repack_lines(facts, name, asked)
 
-    def format_lines(self) -> Iterable[str]:
-        if self.name not in self._idleness.known:
-            known = ", ".join(sorted(self._idleness.known)) or "none"
-            raise ConfigError(
-                f"the log has no replica {self.name} (known: {known}): {wording.QUESTION_HINT}"
-            )
-        if still := self._idleness.open.get(self.name):
-            self._times.append(still)
-        idle = self._choose_period()
-        if idle is None:
-            yield from self._busy_lines()
-        else:
-            yield from self._idle_lines(idle)
-        yield from self._sum_lines()
-        yield from self._decision_lines()
 
-    def _choose_period(self) -> IdlePeriod | None:
-        """Return the idle time at the requested instant, else the longest in the run."""
-        if not self.at:
-            up = [t for t in self._times if t.spells[0].reason not in NO_USE]
-            return max(up, key=self._length_ns, default=None)
-        last = self._moments.now
-        if self._asked is None or max(self._seq, 0) > last.seq or self._seconds > self._end_s():
-            raise ConfigError(
-                f"--at {self.at} is outside the log: give a time from 0 s (#1) to "
-                f"{self._moments.format_time(last)}"
-            )
-        for idle in self._times:
-            if idle.begin.seq <= self._asked.seq and (
-                idle.end is None or self._asked.seq < idle.end.seq
-            ):
-                return idle
+def _find_asked(facts: Facts, at: str) -> int | None:
+    """Return the latest event up to the requested time; None if none is requested."""
+    if not at:
         return None
+    seq, seconds = _parse_instant(at)
+    if seq <= facts.events and seconds <= facts.seconds:
+        if seq > facts.begins_at:
+            return seq
+        events = facts.table("events", ["event", "time"])
+        before = events.filter(pc.field("time") <= seconds)
+        if before.num_rows:
+            return int(before["event"][-1].as_py())
+    raise ConfigError(
+        f"--at {at} is outside the log: give a time from 0 s (#1) to "
+        f"{format_moment(facts.seconds, facts.events)}"
+    )
 
-    def _end_s(self) -> float:
-        return self._moments.seconds_since_start(self._moments.now)
 
-    def _length_ns(self, idle: IdlePeriod) -> int:
-        return (idle.end or self._moments.now).unix_ns - idle.begin.unix_ns
+def _choose_time(facts: Facts, times: list[IdleTime], asked: int | None) -> IdleTime | None:
+    """Return the idle time at the requested event, else the longest in the run."""
+    if asked is None:
+        up = [time for time in times if time.parts[0]["state"] not in NO_USE]
+        return max(up, key=lambda time: time.measure_length(facts.seconds), default=None)
+    for time in times:
+        if time.begin <= asked and (time.end is None or asked < time.end):
+            return time
+    return None
 
-    def _busy_lines(self) -> Iterable[str]:
-        ready = self._idleness.known[self.name]
-        ready_at = self._moments.format_time(ready)
-        if not self.at:
-            yield f"{self.name}, ready at {ready_at}, was never idle."
-        elif self._asked is not None and self._asked.seq < ready.seq:
-            yield f"{self.name} was not ready yet: it became ready at {ready_at}."
-        else:
-            yield f"{self.name} was not idle at {self.at}: it ran {self._running}."
 
-    def _decision_lines(self) -> Iterable[str]:
-        """Yield repack's decisions about the replica while it was running trajectories."""
-        looks = self._looks.of.get(self.name, [])
-        asked = self._asked
-        last = [look for look in looks if asked is not None and look.at.seq <= asked.seq]
-        if self.at and last:
-            yield from one_look(last[-1], self._moments)
-        if looks:
-            yield f"While it was busy, repack checked it {wording.format_times(len(looks))}:"
-            yield from look_lines(looks, self._moments)
+def _busy_lines(facts: Facts, first: Row, name: str, at: str, asked: int | None) -> Iterator[str]:
+    ready = format_time(first, "began")
+    if asked is None:
+        yield f"{name}, ready at {ready}, was never idle."
+    elif asked < first["began_event"]:
+        yield f"{name} was not ready yet: it became ready at {ready}."
+    else:
+        replica = facts.state_at(asked).members.replicas[name]
+        running = f"{len(replica.running)} trajectories of v{replica.version}"
+        yield f"{name} was not idle at {at}: it ran {running}."
 
-    def _idle_lines(self, idle: IdlePeriod) -> Iterable[str]:
-        at, last = self._moments.format_time, self._moments.now
-        longest = "" if self.at else ", its longest idle time"
-        yield (
-            f"{self.name} was idle from {at(idle.begin)} to {at(idle.end or last)}: "
-            f"{self._length_ns(idle) / 1e9:.3f} s{longest}."
-        )
-        yield f"It started with {wording.abbreviate_event(idle.begun_by)}."
-        yield from wording.spell_lines(idle.spells, idle.end or last, self._moments)
-        if idle.end is None or idle.ended_by is None:
-            yield "It lasts to the end of the log."
-            return
-        work = self._work[idle.end.seq]
-        more = f" and {work.size - 1} more" if work.size > 1 else ""
-        event = wording.describe_event(idle.ended_by)
-        yield f"It ended with {event}: {work.first}{more} were dispatched to it."
 
-    def _sum_lines(self) -> Iterable[str]:
-        last = self._moments.now
-        whole: dict[str, int] = {}
-        for idle in self._times:
-            for reason, ns in idle.sum_by_reason(last).items():
-                whole[reason] = whole.get(reason, 0) + ns
-        life_s = (last.unix_ns - self._idleness.known[self.name].unix_ns) / 1e9
-        parts = sorted(whole.items(), key=lambda part: -part[1])
-        listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts if ns)
-        yield (
-            f"In total it was idle {wording.format_times(len(self._times))}, for "
-            f"{sum(whole.values()) / 1e9:.3f} of {life_s:.3f} s{': ' if listed else ''}{listed}."
-        )
+def _idle_lines(facts: Facts, name: str, idle: IdleTime, *, longest: bool) -> Iterator[str]:
+    first, last = idle.parts[0], idle.parts[-1]
+    words = EventWords(facts, [idle.begin, idle.end])
+    until = (
+        format_moment(facts.seconds, facts.events)
+        if idle.end is None
+        else format_time(last, "ended")
+    )
+    yield (
+        f"{name} was idle from {format_time(first, 'began')} to {until}: "
+        f"{idle.measure_length(facts.seconds):.3f} s{', its longest idle time' if longest else ''}."
+    )
+    yield f"It started with {words.abbreviate(idle.begin)}."
+    yield from wait_lines(idle.parts, "state", facts.seconds)
+    if idle.end is None:
+        yield "It lasts to the end of the log."
+        return
+    given = facts.rows("decisions", event=idle.end, type="generate-trajectory", receiver=name)
+    more = f" and {len(given) - 1} more" if len(given) > 1 else ""
+    trajectory = json.loads(given[0]["fields"])["trajectory"]
+    yield (f"It ended with {words.describe(idle.end)}: {trajectory}{more} were dispatched to it.")
+
+
+def _describe_sum(facts: Facts, times: list[IdleTime], first: Row) -> str:
+    whole = sum_by_reason((part for time in times for part in time.parts), facts.seconds)
+    parts = sorted(whole.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{reason} {seconds:.3f} s" for reason, seconds in parts if seconds)
+    return (
+        f"In total it was idle {format_times(len(times))}, for {sum(whole.values()):.3f} of "
+        f"{facts.seconds - first['began']:.3f} s{': ' if listed else ''}{listed}."
+    )
+
+
+def _repack_lines(facts: Facts, name: str, asked: int | None) -> Iterator[str]:
+    """Yield repack's decisions about the replica while it was running trajectories."""
+    found = facts.rows("repack_decisions", replica=name)
+    before = [row for row in found if asked is not None and row["searched_event"] <= asked]
+    if before:
+        yield one_decision(before[-1])
+    if found:
+        yield f"While it was busy, repack checked it {format_times(len(found))}:"
+        yield from decision_lines(found)
 
 
 def _parse_instant(at: str) -> tuple[int, float]:

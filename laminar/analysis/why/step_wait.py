@@ -1,221 +1,143 @@
 """Report on the wait before a step: the trainer's idle time and the last groups of its batch.
 
-Reads   a replay
-Gives   StepWait, an observer that ends with sentences
+Reads   facts
+Gives   explain_step: sentences
 Raises  ConfigError for a step that was never ordered
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
-from laminar.analysis.log.display import step_number
-from laminar.analysis.facts.trajectory_history import (
-    EventClock,
-    HistoryTracker,
-    Moment,
-    Placement,
-    Stage,
-    TrajectoryHistory,
+from laminar.analysis.facts.reader import Facts
+from laminar.analysis.facts.replica_facts import BUSY
+from laminar.analysis.why.wording import (
+    QUESTION_HINT,
+    EventWords,
+    Row,
+    format_time,
+    sum_by_reason,
+    wait_lines,
 )
-from laminar.analysis.why.idle_spells import IdlePeriod, IdleTracker, Spell
-from laminar.analysis.why.wording import QUESTION_HINT, describe_event, spell_lines
 from laminar.config import ConfigError
-from laminar.core.state import keys
-from laminar.core.state.indexes import live_actor
-from laminar.core.state.state import State
-from laminar.core.state.statuses import Phase
-from laminar.core.steps.batching import batch_size
-from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
-from laminar.names.ids import GroupId, TrajectoryId
-from laminar.names.roles import Role
 
-TrainerWaitReason = Literal["start", "publish", "groups", "strategy", "staleness-bound"]
 LAST_GROUPS = 3  #: of a batch, in the report
 
 
-class StepWait:
-    """Time in which the trainer was free before one step, and the groups missing from its batch."""
-
-    def __init__(self, step: int) -> None:
-        """Initialize; `step` is counted from 1."""
-        self.step = step
-        self._moments, self._lives, self._idleness = EventClock(), HistoryTracker(), IdleTracker()
-        self._spells: list[Spell] = []  #: since the trainer was last training
-        self._freed_by: Stamped | None = None
-        self._complete: dict[GroupId, Moment] = {}
-        self._dispatch: dict[TrajectoryId, Stamped] = {}
-        self._idle: dict[
-            tuple[str, int], IdlePeriod
-        ] = {}  #: by replica and the event that ended it
-        self._published: dict[int, Moment] = {}
-        self._latest = 0
-        self._batch: list[TrajectoryHistory] = []
-        self._chosen: tuple[Moment, Stamped] | None = None
-
-    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        if self._chosen is not None:
-            return
-        now = self._moments.locate_event(stamped)
-        for what, life in self._lives.record_event(now, stamped.event, commands, state):
-            if what == Stage.DISPATCHED:
-                self._dispatch[life.trajectory_id] = stamped
-            elif what == Stage.ENDED:
-                self._dispatch.pop(life.trajectory_id, None)
-        for idle in self._idleness.record_event(now, stamped, state):
-            self._idle[idle.replica, now.seq] = idle
-        if isinstance(stamped.event, ev.WeightsPublished):
-            self._published.setdefault(stamped.event.version, now)
-        for group in state.work.ready:
-            self._complete.setdefault(group, now)
-        self._follow_trainer(now, stamped, commands, state)
-
-    def _follow_trainer(
-        self, now: Moment, stamped: Stamped, commands: list[Command], state: State
-    ) -> None:
-        for command in commands:
-            if isinstance(command, cmd.TrainStep):
-                self._latest = step_number(command.step_index)
-                if self._latest == self.step:
-                    self._chosen = (now, stamped)
-                    self._batch = [self._lives.open[name] for name in command.trajectories]
-                    return
-        reason = _find_trainer_wait_reason(state)
-        if not reason:
-            self._spells, self._freed_by = [], None
-        elif not self._spells or self._spells[-1].reason != reason:
-            self._freed_by = self._freed_by or stamped
-            self._spells.append(Spell(reason, now, _trainer_detail(state, reason)))
-
-    def format_lines(self) -> Iterable[str]:
-        if self._chosen is None:
-            last = f"the last is step {self._latest}" if self._latest else "no step was ordered"
-            raise ConfigError(f"step {self.step} was never ordered ({last}): {QUESTION_HINT}")
-        (chosen, cause), at = self._chosen, self._moments.format_time
-        if self._freed_by is None:
-            yield (
-                f"Step {self.step} did not wait: its batch was complete when the trainer became "
-                f"free, at {at(chosen)}, by {describe_event(cause)}."
-            )
-        else:
-            free = self._spells[0].since
-            waited_s = (chosen.unix_ns - free.unix_ns) / 1e9
-            yield (
-                f"Step {self.step} waited {waited_s:.3f} s: the trainer became free at "
-                f"{at(free)}, by {describe_event(self._freed_by)}, and got its batch at "
-                f"{at(chosen)}, by {describe_event(cause)}."
-            )
-            yield from spell_lines(self._spells, chosen, self._moments)
-        yield from self._group_lines(chosen)
-
-    def _group_lines(self, chosen: Moment) -> Iterable[str]:
-        groups: dict[GroupId, list[TrajectoryHistory]] = {}
-        for life in self._batch:
-            groups.setdefault(life.group, []).append(life)
-        complete = {group: self._complete.get(group, chosen) for group in groups}
-        free = self._spells[0].since if self._spells else chosen
-        missing = [group for group in groups if complete[group].seq > free.seq]
-        if missing:
-            yield f"{len(missing)} of its {len(groups)} groups were not complete then."
-        order = sorted(groups, key=lambda group: complete[group].seq, reverse=True)
-        last = [max(groups[group], key=_rewarded_seq) for group in order[:LAST_GROUPS]]
-        if missing:
-            yield _share_line(last[0], free, chosen)
-        for life in last:
-            yield (
-                f"Group {life.group} was complete at "
-                f"{self._moments.format_time(complete[life.group])}, "
-                f"with {life.trajectory_id} as its last:"
-            )
-            yield from self._part_lines(life, chosen)
-
-    def _part_lines(self, life: TrajectoryHistory, chosen: Moment) -> Iterable[str]:
-        """Yield the stages from dispatched to chosen, each with its length."""
-        placement = life.placement
+def explain_step(facts: Facts, number: int) -> Iterator[str]:
+    """Yield the answer; steps are counted from 1."""
+    found = facts.rows("steps", step=number)
+    if not found:
+        steps = facts.table("steps", ["step"])["step"].to_pylist()
+        last = f"the last is step {max(steps)}" if steps else "no step was ordered"
+        raise ConfigError(f"step {number} was never ordered ({last}): {QUESTION_HINT}")
+    [step], waits = found, facts.rows("trainer_waits", step=number)
+    cause = EventWords(facts, [step["ordered_event"]]).describe(step["ordered_event"])
+    if not waits:
         yield (
-            f"  dispatched at {self._moments.format_time(placement.dispatched)} to "
-            f"{placement.replica} "
-            f"with v{placement.version}, by {describe_event(self._dispatch[life.trajectory_id])}"
+            f"Step {number} did not wait: its batch was complete when the trainer became free, at "
+            f"{format_time(step, 'ordered')}, by {cause}."
         )
-        yield from self._before_lines(placement, self._dispatch[life.trajectory_id], life.turns)
-        tokens = f"{life.num_tokens} tokens, {life.finish_reason}"
-        score = f"by {life.scorer}, reward {life.reward:.3g}" if life.reward is not None else ""
-        before = placement.dispatched
-        for name, moment, detail in (
-            ("started", placement.started, placement.replica),
-            ("finished", life.finished, tokens),
-            ("rewarded", life.rewarded, score),
-            ("chosen", chosen, f"for step {self.step}"),
-        ):
-            if moment is not None:
-                seconds = (moment.unix_ns - before.unix_ns) / 1e9
-                yield f"  {name} {seconds:.3f} s later (#{moment.seq}): {detail}"
-                before = moment
-
-    def _before_lines(self, placement: Placement, cause: Stamped, turns: int) -> Iterable[str]:
-        """Yield the preceding idle time of its replica, and the weights that ended it."""
-        idle = self._idle.get((placement.replica, placement.dispatched.seq))
-        if idle is not None:
-            parts = idle.sum_by_reason(placement.dispatched)
-            listed = ", ".join(f"{reason} {ns / 1e9:.3f} s" for reason, ns in parts.items())
-            begin = self._moments.format_time(idle.begin)
-            yield f"    {placement.replica} had been idle since {begin}: {listed}"
-        elif isinstance(cause.event, ev.TrajectoryFinished) and cause.peer == placement.replica:
-            yield f"    {placement.replica} had no room for it earlier"
-        if published := self._published.get(placement.version):
-            at = self._moments.format_time(published)
-            yield f"    v{placement.version} was published at {at}"
-        if placement.number > turns:
-            yield f"    placement {placement.number}: see `laminar log why` of the trajectory"
+    else:
+        yield (
+            f"Step {number} waited {step['ordered'] - waits[0]['began']:.3f} s: the trainer became "
+            f"free at {format_time(waits[0], 'began')}, by {waits[0]['cause']}, and got its batch "
+            f"at {format_time(step, 'ordered')}, by {cause}."
+        )
+        yield from wait_lines(waits, "reason", facts.seconds)
+    yield from _group_lines(facts, step, waits)
 
 
-def _share_line(life: TrajectoryHistory, free: Moment, chosen: Moment) -> str:
+def _group_lines(facts: Facts, step: Row, waits: Sequence[Row]) -> Iterator[str]:
+    ids = step["trajectories"]
+    lives = {row["trajectory"]: row for row in facts.rows("trajectories", trajectory=set(ids))}
+    groups: dict[str, list[Row]] = {}
+    for name in ids:
+        groups.setdefault(lives[name]["group_id"], []).append(lives[name])
+    complete = {row["group_id"]: row for row in facts.rows("groups", group_id=set(groups))}
+    chosen = {"complete": step["ordered"], "complete_event": step["ordered_event"]}
+    for group in groups:
+        if complete.get(group, chosen)["complete"] is None or group not in complete:
+            complete[group] = chosen
+    free = waits[0]["began_event"] if waits else step["ordered_event"]
+    missing = [group for group in groups if complete[group]["complete_event"] > free]
+    if missing:
+        yield f"{len(missing)} of its {len(groups)} groups were not complete then."
+    order = sorted(groups, key=lambda group: complete[group]["complete_event"], reverse=True)
+    last = [max(groups[g], key=lambda row: row["rewarded_event"] or 0) for g in order[:LAST_GROUPS]]
+    stays = {
+        row["trajectory"]: row
+        for row in facts.rows("placements", trajectory={life["trajectory"] for life in last})
+        if row["placement"] == lives[row["trajectory"]]["placements"]
+    }
+    if missing:
+        yield _share_line(last[0], stays[last[0]["trajectory"]], waits, step)
+    words = EventWords(facts, [stay["dispatched_event"] for stay in stays.values()])
+    for life in last:
+        yield (
+            f"Group {life['group_id']} was complete at "
+            f"{format_time(complete[life['group_id']], 'complete')}, "
+            f"with {life['trajectory']} as its last:"
+        )
+        yield from _part_lines(facts, life, stays[life["trajectory"]], step, words)
+
+
+def _part_lines(facts: Facts, life: Row, stay: Row, step: Row, words: EventWords) -> Iterator[str]:
+    """Yield the stages from dispatched to chosen, each with its length."""
+    yield (
+        f"  dispatched at {format_time(stay, 'dispatched')} to {stay['replica']} "
+        f"with v{stay['version']}, by {words.describe(stay['dispatched_event'])}"
+    )
+    yield from _before_lines(facts, life, stay, words)
+    tokens = f"{life['tokens']} tokens, {life['finish_reason']}"
+    rewarded = life["reward"] is not None
+    score = f"by {life['scorer']}, reward {life['reward']:.3g}" if rewarded else ""
+    before = stay["dispatched"]
+    for name, row, column, detail in (
+        ("started", stay, "started", stay["replica"]),
+        ("finished", life, "finished", tokens),
+        ("rewarded", life, "rewarded", score),
+        ("chosen", step, "ordered", f"for step {step['step']}"),
+    ):
+        if row[column] is not None:
+            seconds, event = row[column] - before, row[f"{column}_event"]
+            yield f"  {name} {seconds:.3f} s later (#{event}): {detail}"
+            before = row[column]
+
+
+def _before_lines(facts: Facts, life: Row, stay: Row, words: EventWords) -> Iterator[str]:
+    """Yield the preceding idle time of its replica, and the weights that ended it."""
+    replica, placed = stay["replica"], stay["dispatched_event"]
+    states = facts.rows("replica_states", replica=replica)
+    ended = [row for row in states if row["ended_event"] == placed and row["state"] != BUSY]
+    cause = words[placed]
+    if ended:
+        since = ended[-1]["idle_since_event"]
+        parts = [row for row in states if row["idle_since_event"] == since]
+        spent = sum_by_reason(parts, stay["dispatched"]).items()
+        listed = ", ".join(f"{reason} {seconds:.3f} s" for reason, seconds in spent)
+        yield f"    {replica} had been idle since {format_time(parts[0], 'began')}: {listed}"
+    elif isinstance(cause.event, ev.TrajectoryFinished) and cause.peer == replica:
+        yield f"    {replica} had no room for it earlier"
+    for row in facts.rows("versions", version=stay["version"]):
+        yield f"    v{stay['version']} was published at {format_time(row, 'published')}"
+    if stay["placement"] > life["turns"]:
+        yield f"    placement {stay['placement']}: see `laminar log why` of the trajectory"
+
+
+def _share_line(life: Row, stay: Row, waits: Sequence[Row], step: Row) -> str:
     """Divide the trainer's wait among the stages of the last sibling."""
     parts = (
-        ("not dispatched", life.placement.dispatched),
-        ("queued at its replica", life.placement.started),
-        ("generated", life.finished),
-        ("rewarded", life.rewarded),
-        ("complete (its batch was not)", chosen),
+        ("not dispatched", stay["dispatched"]),
+        ("queued at its replica", stay["started"]),
+        ("generated", life["finished"]),
+        ("rewarded", life["rewarded"]),
+        ("complete (its batch was not)", step["ordered"]),
     )
-    shares, before = [], free.unix_ns
+    shares, before = [], waits[0]["began"] if waits else step["ordered"]
     for name, until in parts:
-        if until is not None and until.unix_ns > before:
-            shares.append(f"{name} for {(until.unix_ns - before) / 1e9:.3f} s")
-            before = until.unix_ns
-    return f"While the trainer waited, {life.trajectory_id}, the last, was {', '.join(shares)}."
-
-
-def _rewarded_seq(life: TrajectoryHistory) -> int:
-    return life.rewarded.seq if life.rewarded else 0
-
-
-def _find_trainer_wait_reason(state: State) -> TrainerWaitReason | None:
-    """Return the reason why a ready trainer is not training; None while it trains."""
-    trainer = live_actor(state, Role.TRAINER)
-    if trainer is None or not trainer.ready or state.steps.batch is not None:
-        return None
-    if state.run.phase == Phase.STARTING:
-        return "start"
-    if keys.PUBLISH in state.orders.commands:
-        return "publish"
-    if not batch_size(state):
-        return "groups"
-    return "strategy" if keys.PROPOSE in state.orders.commands else "staleness-bound"
-
-
-def _trainer_detail(state: State, reason: TrainerWaitReason) -> str:
-    if reason == "start":
-        return "the first weights were not published yet"
-    if reason == "publish":
-        return f"v{state.versions.owed} had to be published first"
-    if reason == "groups":
-        ready, unfinished = len(state.work.ready), sum(state.work.deadlines.values())
-        needed = state.settings.groups_per_step
-        return f"{ready} of {needed} groups were complete, {unfinished} were open"
-    if reason == "strategy":
-        return "the batch strategy had not answered yet"
-    return "training the complete groups now would have made another group too stale"
+        if until is not None and until > before:
+            shares.append(f"{name} for {until - before:.3f} s")
+            before = until
+    return f"While the trainer waited, {life['trajectory']}, the last, was {', '.join(shares)}."

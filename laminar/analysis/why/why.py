@@ -1,6 +1,6 @@
 """Answers to three questions about a run, from the causes recorded in its log.
 
-Reads   the event log of a run directory, by replay
+Reads   the facts of a run directory
 Gives   sentences with event numbers and times (seconds since the run's first event)
 Raises  ConfigError for an id or a time that the run never had
 
@@ -15,46 +15,26 @@ core's predicates on the state at that time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator
 
-from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.why.idle_report import IdleReport
-from laminar.analysis.why.placement_changes import PlacementChanges
-from laminar.analysis.why.step_wait import StepWait
+from laminar.analysis.facts.reader import Facts
+from laminar.analysis.why.idle_report import explain_replica
+from laminar.analysis.why.placement_changes import explain_trajectory
+from laminar.analysis.why.step_wait import explain_step
 from laminar.analysis.why.wording import QUESTION_HINT
 from laminar.config import ConfigError
-from laminar.core.state.state import State
-from laminar.events.base import Command, Stamped
-from laminar.names.ids import TrajectoryId
 
 
-class Explanation(Protocol):
-    """Replay observer that reports at its end."""
-
-    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None: ...
-
-    def format_lines(self) -> Iterable[str]:
-        """Yield the report; raise ConfigError if the log does not have its subject."""
-
-
-def explain_subject(run_dir: Path, name: str, at: str = "") -> Iterable[str]:
+def explain_subject(facts: Facts, name: str, at: str = "") -> Iterator[str]:
     """Answer the question about one id; `at`: a time in seconds, or `#` and an event number."""
-    answer = _parse_question(name, at)
-    replay_log(run_dir, answer)
-    return answer.format_lines()
-
-
-def _parse_question(name: str, at: str) -> Explanation:
     if re.fullmatch(r"rollout-\d+(?:\.\d+)?", name):
-        return IdleReport(name, at)
+        return explain_replica(facts, name, at)
     if at:
         raise ConfigError(
             f"--at applies to a replica such as rollout-0, but {name!r} is not one: remove it"
         )
     if re.fullmatch(r"e?\d+\.\d+(?:-\d+)?\.\d+", name):
-        return PlacementChanges(TrajectoryId(name))
+        return explain_trajectory(facts, name)
     if match := re.fullmatch(r"(?:step-)?(\d+)", name):
-        return StepWait(int(match[1]))
+        return explain_step(facts, int(match[1]))
     raise ConfigError(f"{name!r} is not an id that this command explains: {QUESTION_HINT}")

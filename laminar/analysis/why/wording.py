@@ -1,53 +1,71 @@
-"""Wording of events and waits in answers, and of the possible questions.
+"""Wording of times and waits in answers, and of the possible questions.
 
-Reads   events, spells of idle time
-Gives   describe_event, abbreviate_event, format_times, spell_lines (a wait by its reasons),
-        QUESTION_HINT
+Reads   rows of facts
+Gives   format_time, format_times, wait_lines (a wait by its reasons), QUESTION_HINT; EventWords
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from laminar.analysis.log.display import display_fields
-from laminar.analysis.facts.trajectory_history import EventClock, Moment
-from laminar.analysis.why.idle_spells import Spell
-from laminar.events.base import COORDINATOR, Event, Stamped
+from laminar.analysis.facts.happening import abbreviate_event, describe_event
+from laminar.analysis.facts.reader import Facts
+from laminar.events.base import Stamped
 
 QUESTION_HINT = (
     "give a trajectory (0.17.3: why it moved), a replica (rollout-0: why it was idle), "
     "or a step (step-57: what it waited for)"
 )
 
-NAMING_FIELDS = (
-    "trajectory", "actor", "name", "node", "timer", "version", "step", "code", "reason",
-)  # fmt: skip
-"""Fields that distinguish events of one type."""
+Row = Mapping[str, Any]
 
 
-def describe_event(stamped: Stamped) -> str:
-    """Describe an event by its naming fields and its sender."""
-    sender = "" if stamped.peer == COORDINATOR else f" of {stamped.peer}"
-    return f"{abbreviate_event(stamped.event)}{sender}"
+def format_time(row: Row, name: str) -> str:
+    """Format a time of a row for display: `45.210 s (#8123)`."""
+    return format_moment(row[name], row[f"{name}_event"])
 
 
-def abbreviate_event(event: Event) -> str:
-    """Return an event's tag and its naming fields; `laminar log dump` shows all of them."""
-    fields = display_fields(event)
-    named = [
-        f"{key}={fields[key]}" for key in NAMING_FIELDS if fields.get(key) not in (None, "", "ok")
-    ]
-    return " ".join([str(fields["type"]), *named])
+def format_moment(seconds: float, event: int) -> str:
+    return f"{seconds:.3f} s (#{event})"
 
 
 def format_times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def spell_lines(spells: list[Spell], end: Moment, moments: EventClock) -> Iterable[str]:
-    """Yield a line for each part of a wait: its start, length and reason."""
-    following = [spell.since for spell in spells[1:]] + [end]
-    for spell, until in zip(spells, following, strict=True):
-        seconds = (until.unix_ns - spell.since.unix_ns) / 1e9
-        detail = f": {spell.detail}" if spell.detail else ""
-        yield f"  {moments.format_time(spell.since)}, for {seconds:.3f} s, {spell.reason}{detail}"
+def wait_lines(parts: Sequence[Row], reason: str, last: float) -> Iterable[str]:
+    """Yield a line for each part of a wait: its start, length and reason.
+
+    `reason`: name of the column that has it; `last`: the end of the log."""
+    for part in parts:
+        seconds = (last if part["ended"] is None else part["ended"]) - part["began"]
+        detail = f": {part['detail']}" if part["detail"] else ""
+        yield f"  {format_time(part, 'began')}, for {seconds:.3f} s, {part[reason]}{detail}"
+
+
+def sum_by_reason(parts: Iterable[Row], last: float) -> dict[str, float]:
+    """Return the seconds of each state of a replica, in order of appearance."""
+    found: dict[str, float] = {}
+    for part in parts:
+        seconds = (last if part["ended"] is None else part["ended"]) - part["began"]
+        found[part["state"]] = found.get(part["state"], 0.0) + seconds
+    return found
+
+
+class EventWords:
+    """Events of the log, read once, in words."""
+
+    def __init__(self, facts: Facts, numbers: Iterable[int | None]) -> None:
+        self._events = facts.read_events({number for number in numbers if number is not None})
+
+    def __getitem__(self, number: int) -> Stamped:
+        return self._events[number]
+
+    def describe(self, number: int) -> str:
+        """Describe an event by its naming fields and its sender."""
+        return describe_event(self._events[number])
+
+    def abbreviate(self, number: int) -> str:
+        """Describe an event by its naming fields."""
+        return abbreviate_event(self._events[number].event)

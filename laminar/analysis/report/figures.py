@@ -1,0 +1,130 @@
+"""Figures of a run: its facts with the timelines of its processes, in the form of the report.
+
+Reads   the facts, timeline/ of a run directory
+Gives   RunFigures; Conditions; ReplicaGauges
+Raises  ConfigError for a run directory that cannot be read
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar.analysis.facts.reader import Facts, load_facts
+from laminar.analysis.log import timeline
+from laminar.analysis.log.intervals import Intervals, merge_intervals
+from laminar.core.state.statuses import Phase
+from laminar.events.base import COORDINATOR
+from laminar.names.ids import Purpose
+from laminar.names.roles import Role
+
+Row = dict[str, Any]
+
+
+class ReplicaGauges(NamedTuple):
+    """Gauges of one replica, in order of time."""
+
+    unix_ns: NDArray[np.int64]
+    kv_used: NDArray[np.int64]  #: tokens
+    kv_capacity: NDArray[np.int64]  #: tokens; 0 if not reported
+    running: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+
+    @property
+    def kv_use(self) -> NDArray[np.float64]:
+        """Used share of the cache; NaN where the capacity was not reported."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.kv_capacity > 0, self.kv_used / self.kv_capacity, np.nan)
+
+
+class Conditions:
+    """Intervals in which conditions held, in unix ns; those that last are cut at the last event."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for row in facts.rows("conditions"):
+            ended = facts.header.last_ns if row["ended"] is None else facts.to_unix_ns(row["ended"])
+            times = (facts.to_unix_ns(row["began"]), ended)
+            self._found.setdefault((row["actor"], row["condition"]), []).append(times)
+
+    def get_intervals(self, condition: str, actor: str = "") -> Intervals:
+        return merge_intervals(self._found.get((actor, condition), []))
+
+
+class RunFigures:
+    """Everything from which the report computes its figures."""
+
+    def __init__(self, run_dir: Path, facts: Facts | None = None) -> None:
+        self.run_dir, self.facts = run_dir, facts or load_facts(run_dir)
+        self.state = self.facts.state
+        self.first_ns = self.facts.header.first_ns
+        self.conditions = Conditions(self.facts)
+        self.processes = self.facts.rows("processes")
+        self.trajectories = self.facts.rows("trajectories")
+        self.steps_trained = self.facts.rows("steps")
+        self.published_ns = {
+            row["version"]: self.facts.to_unix_ns(row["published"])
+            for row in self.facts.rows("versions")
+        }
+        self.trainers = {
+            name: timeline.read_spans(run_dir, name) for name in self._list_ready(Role.TRAINER)
+        }
+        replicas = sorted(self._list_ready(Role.ROLLOUT))
+        self.pulls = {name: timeline.read_spans(run_dir, name) for name in replicas}
+        self.steps = {name: timeline.read_steps(run_dir, name) for name in replicas}
+        self.slots = {
+            row["process"]: row["slots"] for row in self.processes if row["slots"] is not None
+        }
+        self.cut = timeline.cut_timelines(run_dir)  #: processes whose first spans were removed
+        self.gauges = self._read_gauges()
+
+    @property
+    def closed(self) -> list[Row]:
+        """Trajectories whose end the store has confirmed."""
+        return [row for row in self.trajectories if row["ended"] is not None]
+
+    @property
+    def trained(self) -> list[Row]:
+        return [row for row in self.closed if row["outcome"] == "trained"]
+
+    @property
+    def training(self) -> list[Row]:
+        """Closed trajectories of training rows."""
+        return [row for row in self.closed if row["purpose"] == Purpose.TRAIN]
+
+    @property
+    def completed(self) -> list[Row]:
+        """Steps that the trainer has reported."""
+        return [row for row in self.steps_trained if row["completed"] is not None]
+
+    @property
+    def coordinators(self) -> int:
+        """Coordinators that the run has had."""
+        return sum(row["process"] == COORDINATOR for row in self.processes)
+
+    @property
+    def lost_by(self) -> dict[str, str]:
+        """Reason for the last loss of each process."""
+        lives = [row for row in self.processes if row["process"] != COORDINATOR]
+        return {row["process"]: row["reason"] for row in lives if row["reason"] is not None}
+
+    def _list_ready(self, role: Role) -> list[str]:
+        """Return the processes of a role that were ever ready."""
+        ready = [p for p in self.processes if p["role"] == role and p["ready"] is not None]
+        ready.sort(key=lambda row: row["ready_event"])
+        return list(dict.fromkeys(row["process"] for row in ready))
+
+    def _read_gauges(self) -> dict[str, ReplicaGauges]:
+        columns = ["reported", "kv_used", "kv_capacity", "running", "waiting"]
+        table = self.facts.rows("gauges", ["replica", *columns], phase=Phase.RUNNING)
+        found: dict[str, list[tuple[int, ...]]] = {}
+        for row in table:
+            at = self.facts.to_unix_ns(row["reported"])
+            values = (at, *(row[name] for name in columns[1:]))
+            found.setdefault(row["replica"], []).append(values)
+        return {
+            name: ReplicaGauges(*np.array(found[name], dtype=np.int64).T) for name in sorted(found)
+        }
