@@ -227,7 +227,8 @@ def _build_facts(log: RunLog, directory: Path, progress: Progress | None) -> Fac
         if begins_at:
             builder.collector.begin_with(replay.state)
         end = replay.advance()
-        builder.keep_state(replay.state, end, 1.0)
+        if end is not None:
+            builder.keep_state(replay.state, end, 1.0)
         header = builder.finish(begins_at, end)
         shutil.rmtree(directory, ignore_errors=True)
         new.rename(directory)
@@ -266,7 +267,7 @@ class LiveFacts(Facts):
         return _select_rows(found, columns, rows)
 
     @property
-    def state(self) -> State:  # type: ignore[override]
+    def state(self) -> State:
         """State after the last event; it changes with the next `refresh`."""
         return self._replay.state
 

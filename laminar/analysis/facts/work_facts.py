@@ -66,7 +66,6 @@ class TrajectoryFacts:
                 self._add_update(life, at)
             elif what == Stage.ENDED:
                 self._add("trajectories", self._trajectory_row(life))
-                self._close_group(life.group, at.state)
             if what == Stage.FINISHED:
                 self._add_turn(life)
             if what in (Stage.FINISHED, Stage.TURN, Stage.LOST, Stage.ENDING):
@@ -75,6 +74,9 @@ class TrajectoryFacts:
                 group = at.state.work.groups.get(life.group)
                 if group is not None and group.mixed:
                     self._mixed.add(life.group)
+        ended = (life.group for what, life in at.changes if what == Stage.ENDED)
+        for group in dict.fromkeys(ended):
+            self._close_group(group, at.state)
         if at.state.work.ready and not isinstance(at.event, _MAKE_NO_GROUP_READY):
             for ready in at.state.work.ready:
                 self._complete.setdefault(ready, at.now)

@@ -59,10 +59,7 @@ def build_series(
         running=_build_band(found, running, first_ns),
         waiting=_build_band(found, waiting, first_ns),
         emptied=([0.0, *times], [float(n) for n in range(len(times) + 1)]),
-        moved=(
-            [0.0, *times],
-            [0.0, *np.cumsum([row["moved"] for row in placed], dtype=float).tolist()],
-        ),
+        moved=([0.0, *times], [0.0, *moved]),
     )
 
 

@@ -27,7 +27,7 @@ def explain_trajectory(facts: Facts, name: str) -> Iterator[str]:
         raise ConfigError(f"the log has no trajectory {name}: {QUESTION_HINT}")
     [whole] = facts.rows("trajectories", trajectory=name)
     updates = facts.rows("updates", trajectory=name)
-    words = EventWords(facts, [row[k] for row in stays for k in ("dispatched_event", "left_event")])
+    words = EventWords(facts, [row[k] for row in stays for k in ("dispatched_event", "left_at_event")])
     moves = [(a, b) for a, b in pairwise(stays) if b["moved_because"]]
     first = stays[0]
     yield f"{name} {f'moved {format_times(len(moves))}' if moves else 'never moved'}."
@@ -54,7 +54,7 @@ def _update_lines(stay: Row, updates: Sequence[Row]) -> Iterator[str]:
 
 
 def _move_lines(before: Row, after: Row, words: EventWords) -> Iterator[str]:
-    lost, placed = before["left_event"], after["dispatched_event"]
+    lost, placed = before["left_at_event"], after["dispatched_event"]
     yield f"Placement {after['placement']}:"
     how = "released it" if before["left_how"] == "released" else "lost it"
     left_at = format_time(before, "left_at")
