@@ -27,13 +27,13 @@ SOURCE = r"""
 +    GPU_LOST = "gpu-lost", KindRecord("GPU lost", "replace it", "{subject} burns", 77)
      # fmt: on
 
-from laminar.analysis.report.summary import Milestones, _summarize_outcome
+from laminar.analysis.report.summary import _summarize_outcome
 from laminar.core.state.failures import Failure, FailureKind
 from tools.kit.bench import Bench
 from tools.make.states import page
 state = Bench().state
 state.run.failed, state.run.phase = Failure(FailureKind.GPU_LOST, "rollout-0"), "ended"
-found = _summarize_outcome(state, Milestones())
+found = _summarize_outcome(state)
 assert (state.run.exit_code, found["exit_code"], found["failure"]) == (77, 77, "rollout-0 burns")
 assert (found["failure_kind"], found["remedy"]) == ("gpu-lost", "replace it")
 assert "| `gpu-lost`: GPU lost | 77 | no | replace it |" in page()

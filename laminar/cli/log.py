@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from laminar.analysis.export.perfetto import write_trace
 from laminar.analysis.facts.reader import load_facts
 from laminar.analysis.log import run_log
 from laminar.analysis.log.process_logs import cut_logs
@@ -199,6 +198,8 @@ def run_why(arguments: argparse.Namespace) -> int:
 
 def run_trace(arguments: argparse.Namespace) -> int:
     """Write the trace; print its path and how to open it."""
+    from laminar.analysis.export.perfetto import write_trace
+
     path = arguments.output or arguments.run / TRACE_FILE
     _note_emulated(arguments.run)
     _note_cut("timelines", cut_timelines(arguments.run))

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar.analysis.facts.reader import load_facts
 from laminar.analysis.log.run_log import WallClock, parse_event, raw_records, read_records
 from laminar.cli.log import run_stats
+from laminar.core.state.state import encode
 from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, segment_numbers
 from laminar.eventlog.snapshot import read_snapshots
 from tests.analysis.conftest import Cli
@@ -112,13 +114,21 @@ def test_readers_say_that_the_beginning_is_gone(
     assert capsys.readouterr().err == f"laminar: the first {gone} segments of the log are gone\n"
 
 
-@pytest.mark.parametrize("command", ["audit", "report"])
-def test_what_needs_the_whole_history_is_refused(
-    short: tuple[Path, LoggedRun], cli: Cli, command: str
-) -> None:
-    code, out = cli(command, short[0])
+def test_what_needs_the_whole_history_is_refused(short: tuple[Path, LoggedRun], cli: Cli) -> None:
+    code, out = cli("audit", short[0])
     assert code == 2
     assert "has lost its beginning (coordinator.log_keep_mb removes old segments)" in out
+
+
+def test_facts_begin_with_the_oldest_snapshot(short: tuple[Path, LoggedRun], cli: Cli) -> None:
+    run_dir, world = short
+    older = read_snapshots(world.disk).usable[-1].seq
+    facts = load_facts(run_dir)
+    assert (facts.begins_at, facts.events) == (older, world.state.seq)
+    assert facts.table("events")["event"].to_pylist() == list(range(older + 1, world.state.seq + 1))
+    assert encode(facts.state) == encode(world.state)
+    code, out = cli("report", run_dir)
+    assert code == 0 and f"! the log begins after event {older}: " in out
 
 
 def test_a_snapshot_of_another_log_is_named(

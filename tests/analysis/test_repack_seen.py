@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from laminar.analysis.export.perfetto import write_trace
-from laminar.analysis.log.engine_use import EngineUse
-from laminar.analysis.log.run_log import replay_log
+from laminar.analysis.facts.reader import load_facts
 from laminar.analysis.report.confidence import estimate_gain, estimate_mean
+from laminar.analysis.report.figures import RunFigures
 from laminar.analysis.report.page import render_page
 from laminar.analysis.report.page_data import page_data
 from laminar.analysis.report.replicas_page import compute_gains, summarize_policies
@@ -107,10 +107,9 @@ def test_the_policies_are_compared_where_there_are_two(
 
 def test_the_cache_is_that_of_the_gauges(packed: tuple[Path, Log]) -> None:
     data = page_data(packed[0], None)
-    use = EngineUse()
-    replay_log(packed[0], use)
-    assert use.replicas == [f"rollout-{n}" for n in range(4)]
-    shares = [s for name in use.replicas for s in use.get_gauges(name).kv_use.tolist() if s == s]
+    gauges = RunFigures(packed[0]).gauges
+    assert list(gauges) == [f"rollout-{n}" for n in range(4)]
+    shares = [s for found in gauges.values() for s in found.kv_use.tolist() if s == s]
     assert data.summary["kv_use_mean"] == pytest.approx(sum(shares) / len(shares))
     ends = [end for pair in data.series.kv_percent.ends for end in pair]
     assert 100 * min(shares) <= min(ends) <= max(ends) <= 100 * max(shares)
@@ -120,7 +119,7 @@ def test_the_cache_is_that_of_the_gauges(packed: tuple[Path, Log]) -> None:
 def test_why_a_replica_was_left_and_when_it_was_emptied(packed: tuple[Path, Log]) -> None:
     run_dir, log = packed
     source = next(c.to for _, cs in log for c in cs if isinstance(c, cmd.ReleaseTrajectories))
-    lines = list(explain_subject(run_dir, source))
+    lines = list(explain_subject(load_facts(run_dir), source))
     looked = next(line for line in lines if "repack checked it" in line)
     times = int(re.findall(r"checked it (\d+) times", looked)[0])
     reasons = lines[lines.index(looked) + 1 :]

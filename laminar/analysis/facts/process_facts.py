@@ -56,10 +56,6 @@ class ProcessFacts:
                 self._reasons[name] = reason
                 if name in self._lives:
                     self._lives[name].reason = reason
-        if isinstance(at.event, ev.ReplicaReady) and at.stamped.peer in self._lives:
-            # one more group, which waits for slots, is included
-            slots = at.event.max_num_seqs - at.state.settings.group_size
-            self._lives[at.stamped.peer].slots = slots
 
     def list_open(self) -> Iterator[tuple[str, Row]]:
         for life in self._lives.values():
@@ -82,6 +78,9 @@ class ProcessFacts:
             life = self._lives[name] = _Life(*begun)
         if actor.ready and life.ready is None:
             life.ready = at.now
+            if replica := at.state.members.replicas.get(name):
+                # one more group, which waits for slots, is included
+                life.slots = replica.capacity - at.state.settings.group_size
         if not actor.alive and life.ended is None:
             life.ended = at.now
 

@@ -65,7 +65,9 @@ def summarize_figures(run: RunFigures) -> dict[str, Any]:
     state = run.state
     loads = run.facts.table("loads", ["probe_kl"])["probe_kl"].drop_null().to_pylist()
     return {
-        **_summarize_outcome(run),
+        **_summarize_outcome(state),
+        "weight_versions": len(run.published_ns),
+        "coordinator_incarnations": run.coordinators,
         **_summarize_unchanged(run),
         **_summarize_lengths(run),
         "probe_kl_mean": fmean(loads) if loads else None,
@@ -91,6 +93,7 @@ def summarize_figures(run: RunFigures) -> dict[str, Any]:
         "processes": _read_pids(run.run_dir, state),
         "seconds": run.facts.seconds,
         "events": run.facts.events - run.facts.begins_at,
+        "begins_at": run.facts.begins_at,
     }
 
 
@@ -103,9 +106,8 @@ def _summarize_origin(state: State) -> dict[str, Any] | None:
     return {name: getattr(origin, name) for name in kept} | {"same_data": bool(origin.data)}
 
 
-def _summarize_outcome(run: RunFigures) -> dict[str, Any]:
+def _summarize_outcome(state: State) -> dict[str, Any]:
     """Return the outcome of the run, from the state at its end."""
-    state = run.state
     evaluations = [describe_evaluation(result) for result in state.evaluations.results]
     results = [result["share"] for result in evaluations]
     trained = state.work.ledger.trajectories.trained
@@ -122,14 +124,12 @@ def _summarize_outcome(run: RunFigures) -> dict[str, Any]:
         "eval_first": results[0] if results else None,
         "eval_last": results[-1] if results else None,
         "evaluations": evaluations,
-        "weight_versions": len(run.published_ns),
         "staleness_mean": state.steps.staleness_sum / trained if trained else 0.0,
         "staleness_max": state.steps.staleness_max,
         "trajectories_trained": trained,
         "groups_dropped": dict(state.work.ledger.groups.dropped),
         "trajectories_left_out": state.work.ledger.trajectories.dropped.get(DropReason.MISMATCH, 0),
         "tokens_restarted": state.work.ledger.tokens.dropped.get("restarted", 0),
-        "coordinator_incarnations": run.coordinators,
     }
 
 

@@ -74,6 +74,11 @@ def calls_line(found: Mapping[str, Any]) -> str:
 
 def list_problems(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield every problem that a reader must not overlook, one sentence each."""
+    if begins_at := summary["begins_at"]:
+        yield (
+            f"the log begins after event {begins_at}: older segments were removed "
+            "(coordinator.log_keep_mb), and the figures are of the rest"
+        )
     if summary["failure"]:
         yield f"the run FAILED: {summary['failure']}; to continue: {summary['remedy']}"
     if summary["interrupted"]:

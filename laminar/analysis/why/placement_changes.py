@@ -27,7 +27,9 @@ def explain_trajectory(facts: Facts, name: str) -> Iterator[str]:
         raise ConfigError(f"the log has no trajectory {name}: {QUESTION_HINT}")
     [whole] = facts.rows("trajectories", trajectory=name)
     updates = facts.rows("updates", trajectory=name)
-    words = EventWords(facts, [row[k] for row in stays for k in ("dispatched_event", "left_at_event")])
+    words = EventWords(
+        facts, [row[k] for row in stays for k in ("dispatched_event", "left_at_event")]
+    )
     moves = [(a, b) for a, b in pairwise(stays) if b["moved_because"]]
     first = stays[0]
     yield f"{name} {f'moved {format_times(len(moves))}' if moves else 'never moved'}."

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.audit.ledger_book import Account
-from laminar.analysis.log.run_log import replay_log
+from laminar.analysis.facts.reader import load_facts
 from laminar.analysis.report.prompt_lengths import by_prompt_length, split_by_length
 from laminar.analysis.report.summary import summarize_run
 from laminar.analysis.report.summary_lines import range_line
@@ -49,10 +48,10 @@ def test_the_parts_add_up_to_the_score(tmp_path: Path, monkeypatch: pytest.Monke
     for which, evaluation in zip(("first", "last"), evaluations, strict=True):
         assert sum(r[f"{which}_total"] for r in found) == evaluation["total"]
         assert sum(r[f"{which}_correct"] for r in found) == evaluation["correct"]
-    account = Account()
-    state = replay_log(tmp_path / "run", account).machine.state
-    wrong = {n: r for n, r in account.rewarded.items() if n != "e2.3.0"}
-    told = by_prompt_length(tmp_path / "run", state.evaluations.results, wrong)
+    facts = load_facts(tmp_path / "run")
+    rows = facts.rows("trajectories", ["trajectory", "correct"])
+    wrong = {row["trajectory"]: row["correct"] for row in rows if row["trajectory"] != "e2.3.0"}
+    told = by_prompt_length(tmp_path / "run", facts.state.evaluations.results, wrong)
     assert (told[-1]["first_total"], told[-1]["last_total"]) == (1, 0)
 
 

@@ -10,13 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from laminar.analysis.log.run_log import replay_log
+from laminar.analysis.facts.reader import load_facts
 from laminar.analysis.log.timeline import read_spans, read_steps
-from laminar.analysis.log.tool_calls import ToolCallStats
-from laminar.analysis.report.summary import Milestones, summarize_run
+from laminar.analysis.report.summary import summarize_run
 from laminar.analysis.report.summary_lines import _format_mismatch, _format_truncated, calls_line
 from laminar.config import ConfigError
-from laminar.core.machine import StateMachine
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Stamped
@@ -169,9 +167,8 @@ def _with_memory(stamped: Stamped, measured: str) -> Stamped:
 
 def test_publishing_is_measured_from_payload_to_published_weights(copy: Path) -> None:
     """Step 0: 1 s of way, 0.1 s of it blocked. Publishing the base model is no part of it."""
-    milestones = Milestones()
-    replay_log(copy, milestones)
-    done = milestones.published_ns[1]
+    facts = load_facts(copy)
+    [done] = [facts.to_unix_ns(row["published"]) for row in facts.rows("versions", version=1)]
     write_spans(
         copy,
         "trainer-0",
@@ -274,18 +271,14 @@ def test_an_older_log_has_its_failed_rewards_counted_from_its_events(tmp_path: P
 
 def test_calls_of_an_environment_are_counted(tmp_path: Path) -> None:
     """Of the log turns and what was read again, of the store how each call ended."""
-    world, machine, calls = environment_world(0).run(), StateMachine(), ToolCallStats()
-    for stamped, commands in world.log:
-        machine.handle_event(stamped)
-        calls(stamped, commands, machine.state)
-    assert calls.compute_summary(tmp_path) is None  # there is no store
+    write_log(tmp_path, environment_world(0).run().log)
+    assert summarize_run(tmp_path)["calls"] is None  # there is no store
     database, name = filled(tmp_path / "store.sqlite"), "0.0.0"
     slow = msgspec.structs.replace(DONE, seconds=3.0)
     said = [open_(name), append(name, (1,)), finish(name, 1), intend(name, (CALL,))]
     answers(database, *said, go_on(name, (7,), effects=(slow,)))
     database.close()
-    found = calls.compute_summary(tmp_path)
-    assert found is not None
+    found = summarize_run(tmp_path)["calls"]
     assert (found["made"], found["by_end"], found["seconds_p99"]) == (1, {"done": 1}, 3.0)
     assert found["tokens_read_again"] > found["turns_continued"] > 0
     assert calls_line(found).startswith("1 (done 1); p50 3 s, p99 3 s; ")

@@ -9,10 +9,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.report.repack_book import LatencyStats
-from laminar.analysis.why.idle_spells import DOWN, NO_WEIGHTS, PULLING
-from laminar.analysis.why.step_wait import TrainerWaitReason
+from laminar.analysis.facts.idle_reasons import DOWN, NO_WEIGHTS, PULLING
+from laminar.analysis.facts.reader import load_facts
+from laminar.analysis.facts.training_facts import TrainerWaitReason
+from laminar.analysis.report.summary import summary_of
 from laminar.analysis.why.why import explain_subject
 from laminar.config import ConfigError
 from laminar.core.scheduling.admission import NotAdmittedReason
@@ -41,7 +41,7 @@ def answer(tmp_path: Path) -> Ask:
 
     def ask(bench: ToldBench, name: str, at: str = "") -> list[str]:
         run_dir = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-        return list(explain_subject(bench.write(run_dir), name, at))
+        return list(explain_subject(load_facts(bench.write(run_dir)), name, at))
 
     return ask
 
@@ -382,10 +382,9 @@ def test_turns_are_neither_moves_nor_losses(answer: Ask, tmp_path: Path) -> None
     assert [line for line in lines if line.startswith("Placement")] == ["Placement 5:"]
     assert "rollout-0 lost it at 0.820 s" in lines[3] and "process-exited" in lines[3]
     assert "It finished on rollout-1 at 0.920 s (#30) with 30 tokens in 3 turns (stop)." in lines
-    stats = LatencyStats()
-    replay_log(bench.write(tmp_path / "last"), stats)
-    assert stats.compute_summary()["latency_s_max"] == pytest.approx(0.42)
-    assert stats.compute_summary()["latency_s_mean"] == pytest.approx(0.42)
+    stats = summary_of(bench.write(tmp_path / "last"))
+    assert stats["latency_s_max"] == pytest.approx(0.42)
+    assert stats["latency_s_mean"] == pytest.approx(0.42)
 
 
 def test_the_time_that_is_asked_about(answer: Ask) -> None:

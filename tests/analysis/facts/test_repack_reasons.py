@@ -6,8 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from laminar.analysis.facts.trajectory_history import EventClock
-from laminar.analysis.why.repack_decisions import REASONS, Outcome, RepackDecisions
+from laminar.analysis.facts.repack_reasons import REASONS, Outcome, list_decisions
 from laminar.core.machine import StateMachine
 from laminar.core.state.migrations import NotStragglerReason, StayReason
 from tests.analysis.told_bench import ToldBench
@@ -20,14 +19,12 @@ class ToldTail(Tail, ToldBench):
 
 def looked(bench: ToldBench) -> dict[str, list[tuple[str, str]]]:
     """By replica, the reason each time and its figures."""
-    machine, moments, looks = StateMachine(), EventClock(), RepackDecisions()
+    machine, found = StateMachine(), dict[str, list[tuple[str, str]]]()
     for stamped, _ in bench.log:
         commands = machine.handle_event(stamped)
-        names = set(machine.state.members.replicas)
-        looks.record_event(moments.locate_event(stamped), stamped, commands, machine.state, names)
-    return {
-        name: [(look.reason, look.detail) for look in found] for name, found in looks.of.items()
-    }
+        for replica, reason, detail in list_decisions(stamped, commands, machine.state):
+            found.setdefault(replica.name, []).append((reason, detail))
+    return found
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from laminar.analysis.facts.collector import FactCollector
+from laminar.analysis.facts.reader import load_facts
 from laminar.analysis.log.run_log import WallClock, replay_log
-from laminar.analysis.log.state_intervals import StateIntervals
+from laminar.analysis.report.figures import Conditions
 from laminar.core.machine import StateMachine
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
@@ -18,10 +20,11 @@ LOG_NS = 500  #: what the log's own clock shows at time 0
 
 
 class Told:
-    """A machine that is told what happened, with the windows beside it."""
+    """A machine that is told what happened, with the facts beside it."""
 
     def __init__(self) -> None:
-        self.machine, self.windows = StateMachine(), StateIntervals()
+        self.machine, self.rows = StateMachine(), list[tuple]()
+        self.facts = FactCollector(lambda name, row: self.rows.append((name, row)))
         self.seq = 0
         self.incarnations: dict[str, int] = {}
 
@@ -36,7 +39,7 @@ class Told:
             event=event,
         )
         commands = self.machine.handle_event(stamped)
-        self.windows(stamped, commands, self.machine.state)
+        self.facts(stamped, commands, self.machine.state)
         for command in commands:
             if isinstance(command, cmd.AcceptActor):
                 self.incarnations[command.to] = command.incarnation
@@ -117,13 +120,19 @@ def on_policy_run(capacity: int = 4, *, second: bool = False) -> Told:
     return told
 
 
-def relative(told: Told, *name: str) -> list[list[int]]:
-    return (told.windows[name] - CLOCK_NS).tolist()
+def relative(told: Told, condition: str, actor: str = "") -> list[list[int]]:
+    """The intervals of a condition, in ns since the first event."""
+    found = []
+    for name, row in [*told.rows, *told.facts.list_open()]:
+        if name == "conditions" and row[:2] == (actor, condition):
+            began, ended = row[2], 40e-9 if row[4] is None else row[4]
+            found.append([round(began * 1e9), round(ended * 1e9)])
+    return [interval for interval in sorted(found) if interval[0] < interval[1]]
 
 
 def test_times_of_day_come_from_the_coordinators_clock() -> None:
-    windows = on_policy_run().windows
-    assert (windows.first_ns, windows.last_ns) == (CLOCK_NS, CLOCK_NS + 40)
+    clock = on_policy_run().facts.clock
+    assert (clock.first_ns, clock.now.unix_ns) == (CLOCK_NS, CLOCK_NS + 40)
 
 
 def test_a_new_coordinator_sets_the_clock_but_never_back() -> None:
@@ -173,23 +182,24 @@ def test_the_bound_of_all_needs_every_replica_idle() -> None:
 
 
 def test_a_life_ends_with_the_order_to_stop(made: Path) -> None:
-    windows, stops = StateIntervals(), {}
+    facts, stops = load_facts(made), {}
     clock = WallClock()
 
     def note(stamped: Stamped, commands: list[Command], state: State) -> None:
         now = clock.unix_ns(stamped)
         stops.update({c.to: now for c in commands if isinstance(c, cmd.StopActor)})
 
-    replay_log(made, windows, note)
+    replay_log(made, note)
+    held = Conditions(facts).get_intervals
     for name in ("trainer-0", "rollout-0", "rollout-1"):
-        assert windows["live", name][-1, 1] == stops[name] < windows.last_ns
+        assert held("live", name)[-1, 1] == stops[name] < facts.header.last_ns
 
 
 def test_the_trainer_is_free_between_its_commands() -> None:
     told = on_policy_run()
     assert relative(told, "trainer-free") == [[0, 3], [5, 22], [30, 40]]
-    assert relative(told, "phase", "starting") == [[0, 5]]
-    assert relative(told, "phase", "running") == [[5, 40]]
+    assert relative(told, "phase-starting") == [[0, 5]]
+    assert relative(told, "phase-running") == [[5, 40]]
 
 
 def test_a_refused_replica_is_spare_unless_it_is_full() -> None:

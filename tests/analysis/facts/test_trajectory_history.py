@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.analysis.log import trajectory_history
-from laminar.analysis.why.idle_spells import DOWN, FREE, NO_WEIGHTS, PULLING, IdleTracker
+from laminar.analysis.facts import trajectory_history
+from laminar.analysis.facts.happening import Happening
+from laminar.analysis.facts.idle_reasons import DOWN, FREE, NO_WEIGHTS, PULLING
+from laminar.analysis.facts.replica_facts import BUSY, ReplicaFacts
 from laminar.core.machine import StateMachine
 from laminar.core.state.members import Replica
 from laminar.core.state.state import State
@@ -21,14 +23,14 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
         machine, lives, idleness, moments = (
             StateMachine(),
             trajectory_history.HistoryTracker(),
-            IdleTracker(),
+            ReplicaFacts(lambda name, row: None),
             trajectory_history.EventClock(),
         )
         for stamped, _ in world.run().log:
             commands = machine.handle_event(stamped)
             now = moments.locate_event(stamped)
-            lives.record_event(now, stamped.event, commands, machine.state)
-            idleness.record_event(now, stamped, machine.state)
+            changes = lives.record_event(now, stamped, commands, machine.state)
+            idleness.record(Happening(moments, stamped, commands, machine.state, changes))
             assert lives.open.keys() == machine.state.work.trajectories.keys()
             for name, trajectory in machine.state.work.trajectories.items():
                 check(lives.open[name], trajectory)
@@ -59,20 +61,29 @@ def check(life: trajectory_history.TrajectoryHistory, trajectory: Trajectory) ->
         assert last.left is not None
 
 
-def check_idle(idleness: IdleTracker, state: State) -> None:
-    """Open exactly for the known replicas that run nothing, with a reason that holds."""
+def states_of(idleness: ReplicaFacts) -> dict[str, tuple[str, str]]:
+    """The state of each replica that was ever ready, with its figures."""
+    rows = [row for table, row in idleness.list_open() if table == "replica_states"]
+    return {row[0]: (row[1], row[7] or "") for row in rows}
+
+
+def check_idle(idleness: ReplicaFacts, state: State) -> None:
+    """Idle are exactly the known replicas that run nothing, with a reason that holds."""
     running = {r.name for r in state.members.replicas.values() if r.running}
-    assert idleness.open.keys() == idleness.known.keys() - running
-    for name, idle in idleness.open.items():
+    found = states_of(idleness)
+    assert state.members.replicas.keys() <= found.keys()
+    assert {name for name, (what, _) in found.items() if what == BUSY} == running
+    for name, (reason, detail) in found.items():
+        if reason == BUSY:
+            continue
         replica = state.members.replicas.get(name)
         holds = {
             DOWN: replica is None or not state.members.is_actor_alive(name),
             PULLING: replica is not None and replica.loading,
             NO_WEIGHTS: replica is not None and replica.version < 0 and not replica.loading,
         }
-        reason = idle.spells[-1].reason
         assert holds.get(reason, _serves(replica)), (name, reason)
-        assert reason != "staleness-bound" or "groups fit by step" in idle.spells[-1].detail
+        assert reason != "staleness-bound" or "groups fit by step" in detail
 
 
 def _serves(replica: Replica | None) -> bool:
@@ -84,10 +95,10 @@ def test_a_replica_that_was_forgotten_is_free() -> None:
     bench = ToldBench(replicas=1, max_staleness=2)
     bench.start()
     bench.replica().running.clear()
-    idleness = IdleTracker()
-    idleness.record_event(trajectory_history.Moment(bench.seq, 0), bench.log[-1][0], bench.state)
-    spell = idleness.open["rollout-0"].spells[-1]
-    assert (spell.reason, spell.detail) == (FREE, "nothing prevents new work")
+    idleness, clock = ReplicaFacts(lambda name, row: None), trajectory_history.EventClock()
+    clock.locate_event(bench.log[-1][0])
+    idleness.record(Happening(clock, bench.log[-1][0], [], bench.state, []))
+    assert states_of(idleness)["rollout-0"] == (FREE, "nothing prevents new work")
 
 
 def test_moments_count_from_the_first_event() -> None:
