@@ -19,7 +19,7 @@ from laminar.analysis.log.evaluations import is_shaped
 from laminar.analysis.report import charts
 from laminar.analysis.report.charts import Chart, ChartLine, draw_chart, draw_shares, format_number
 from laminar.analysis.report.page_data import PageData
-from laminar.analysis.report.page_head import render_head, render_problems
+from laminar.analysis.report.page_head import render_head, render_problems, render_tables
 from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, Drawn, render_rows
 from laminar.analysis.report.replica_series import Points
 from laminar.analysis.report.replicas_page import chart_replicas, render_repack
@@ -36,7 +36,6 @@ STEPS = "completed steps"
 
 #: (title, key of metrics.jsonl, unit): a line for each run
 FIGURES = (
-    ("Reward, mean of the batch", "reward/mean", "reward"),
     ("Loss", "actor/pg_loss", "policy loss"),
     ("Learning rate", "actor/lr", "of the step"),
     ("Entropy", "actor/entropy", "nats per token"),
@@ -51,6 +50,7 @@ FIGURES = (
     ("Skipped updates", "actor/skipped_updates", "per step"),
     ("Reward failures", "reward/errors/total", "responses so far"),
 )
+REWARD = ("Reward, mean of the batch", "reward/mean", "reward")  #: on the first screen
 ADVANTAGE = "critic/advantages/mean"
 ADVANTAGES = ("max", "mean", "min")  #: suffixes of critic/advantages
 EXTRA = "reward_extra/"  #: prefix of the reward's extra figures, each with a chart
@@ -87,13 +87,15 @@ table { border-collapse: collapse; } td, th { text-align: left; padding: 2px 18p
   vertical-align: 4px; margin-left: 8px; background: #ddf4e4; color: #116329; }
 .badge.failed { background: #ffe3e0; color: #a40e26; }
 .badge.going { background: #ddf0ff; color: #0a4a8f; }
-.tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0 4px; }
+.tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0 20px; }
 .tile { flex: 1 1 150px; border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 .tile b { display: block; font-size: 21px; font-weight: 600; line-height: 1.35; }
 .tile span { font-size: 12.5px; color: var(--faint); display: block; }
 .tile.fine b { color: #1a7f37; } .tile.bad b { color: #c4501b; }
 .halves, .row { display: flex; flex-wrap: wrap; gap: 10px GAPpx; }
 .halves > div, .row > div { flex: 1 1 360px; min-width: 0; }
+.compared { table-layout: fixed; width: 100%; } .compared td { overflow-wrap: anywhere; }
+.better { color: #1a7f37; font-weight: 600; }
 .row { margin-bottom: 18px; } svg { width: 100%; height: auto; display: block; }
 CHARTS
 .trouble { background: #fff4ec; border-left: 4px solid #c4501b; padding: 6px 12px; margin: 6px 0; }
@@ -148,7 +150,9 @@ def render_page(runs: Sequence[PageData]) -> str:
     title = escape(" vs ".join(data.name for data in runs))
     body = [
         *render_head(runs),
+        *render_rows(_chart_first_screen(runs)),
         *render_problems(runs),
+        *render_tables(runs),
         "<h2>Learning</h2>",
         *_render_learning(runs),
         *_render_extras(runs),
@@ -161,13 +165,7 @@ def render_page(runs: Sequence[PageData]) -> str:
             ]
         ),
         "<h2>Speed, and where the time went</h2>",
-        *render_rows(
-            [
-                *_chart_rates(runs),
-                *(_chart_times(data, runs) for data in runs),
-                *chart_replicas(runs),
-            ]
-        ),
+        *render_rows([*_chart_rates(runs), *chart_replicas(runs)]),
         *render_repack(runs),
         *(part for data in runs for part in _render_samples(data, runs)),
         f'<div id="tip"></div><script>{SCRIPT}</script>',
@@ -176,6 +174,15 @@ def render_page(runs: Sequence[PageData]) -> str:
     style = style.replace("WIDTH", str(PAGE_WIDTH))
     top = f'<meta charset="utf-8"><title>{title}</title><style>{style}</style>'
     return f'<!doctype html><html lang="en"><head>{top}</head><body>{"".join(body)}</body></html>'
+
+
+def _chart_first_screen(runs: Sequence[PageData]) -> list[Drawn]:
+    """Chart what the run learned, beside what each of its processes did."""
+    evaluations = [partial(draw_chart, chart) for chart in chart_evaluations(runs)]
+    title, key, unit = REWARD
+    rewarded = any(data.get_points(key)[0] for data in runs)
+    rewards = [_chart_metric(runs, title, key, unit)] if rewarded else []
+    return [*evaluations, *rewards, *(_chart_times(data, runs) for data in runs)]
 
 
 def _format_run_name(data: PageData, runs: Sequence[PageData]) -> str:
@@ -188,7 +195,7 @@ def _format_run_name(data: PageData, runs: Sequence[PageData]) -> str:
 
 def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
     """Yield charts of the figures that change, and one line for those that do not."""
-    found: list[Drawn] = [partial(draw_chart, chart) for chart in chart_evaluations(runs)]
+    found: list[Drawn] = []
     still = []
     for title, key, unit in FIGURES:
         values = {value for data in runs for value in data.get_points(key)[1]}

@@ -1,7 +1,8 @@
 """Head of a report page: outcome, main figures, settings and hardware of each run.
 
 Reads   PageData
-Gives   HTML: one run with tiles, several in tables, a column for each
+Gives   HTML: render_head, the outcome and main figures of each run as tiles; render_problems;
+        render_tables, all results and facts; of several runs, the better figure is marked
 
 A reader compares these before any chart: two runs with different settings, seeds, machines or
 commits are two experiments.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,18 @@ NO_PROBLEMS = "No problems found"
 
 
 def render_head(runs: Sequence[PageData]) -> Iterator[str]:
-    names = " vs ".join(data.name for data in runs)
-    state = _render_badge(runs[0]) if len(runs) == 1 else ""
-    yield f"<h1>{escape(names)}{state}</h1>"
-    yield f'<p class="faint">{escape(", ".join(str(d.run_dir) for d in runs))}</p>'
-    if len(runs) == 1:
-        yield f'<div class="tiles">{"".join(_render_tiles(runs[0]))}</div>'
+    for data in runs:
+        yield f"<h1>{escape(data.name)}{_render_badge(data)}</h1>"
+        yield f'<p class="faint">{escape(str(data.run_dir))}</p>'
+        yield f'<div class="tiles">{"".join(_render_tiles(data))}</div>'
+
+
+def render_tables(runs: Sequence[PageData]) -> Iterator[str]:
     figures = [_by_name(summary_lines.format_headline(d)) for d in runs]
     facts = [_by_name(list_run_facts(d)) for d in runs]
     yield '<div class="halves">'
-    yield f"<div><h2>Results</h2>{''.join(_render_table(runs, figures))}</div>"
+    better = _find_better(runs)
+    yield f"<div><h2>Results</h2>{''.join(_render_table(runs, figures, better))}</div>"
     yield f"<div><h2>Run</h2>{''.join(_render_table(runs, facts))}"
     for data in runs:
         yield from _render_settings(data, f" of {data.name}" if len(runs) > 1 else "")
@@ -177,16 +180,42 @@ def _by_name(pairs: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _render_table(
-    runs: Sequence[PageData], columns: Sequence[dict[str, list[str]]]
+    runs: Sequence[PageData],
+    columns: Sequence[dict[str, list[str]]],
+    better: Mapping[str, int] = {},
 ) -> Iterator[str]:
-    """Yield a table with a row for each name and a column for each run."""
-    yield "<table>"
+    """Yield a table with a row for each name and a column for each run; mark the better cells."""
+    yield '<table class="compared">' if len(runs) > 1 else "<table>"
     if len(runs) > 1:
         yield f"<tr><th></th>{''.join(f'<th>{escape(data.name)}</th>' for data in runs)}</tr>"
     for name in dict.fromkeys(name for column in columns for name in column):
-        cells = "".join(f"<td>{'<br>'.join(column.get(name, ['-']))}</td>" for column in columns)
+        cells = "".join(
+            f"<td{' class=better' if better.get(name) == place else ''}>"
+            f"{'<br>'.join(column.get(name, ['-']))}</td>"
+            for place, column in enumerate(columns)
+        )
         yield f"<tr><th>{escape(name)}</th>{cells}</tr>"
     yield "</table>"
+
+
+COMPARED = {
+    "eval accuracy": ("eval_last", max),
+    "generated": ("tokens_per_s", max),
+    "response latency": ("latency_s_mean", min),
+    "truncated": ("truncated_share", min),
+    "mismatch KL": ("mismatch_kl_mean", min),
+}
+"""Figures of which more, or less, is better: key of the summary by name of the row."""
+
+
+def _find_better(runs: Sequence[PageData]) -> dict[str, int]:
+    """Return the run with the better figure by row, where runs differ."""
+    found = {}
+    for name, (key, choose) in COMPARED.items():
+        values = [data.summary[key] for data in runs]
+        if None not in values and len(set(values)) > 1:
+            found[name] = values.index(choose(values))
+    return found
 
 
 def _render_settings(data: PageData, of: str) -> Iterator[str]:
