@@ -34,6 +34,9 @@ class RetryHost(Protocol):
     def notify_user(self, text: str) -> None:
         """Show a message in the log and on the terminal."""
 
+    def count_work(self) -> None:
+        """Count an attempt as work: this wait has its own limit."""
+
     async def sleep_for(self, seconds: float) -> None:
         """Wait; raise host.ProcessEnding when this process is to end."""
 
@@ -103,6 +106,7 @@ class DiskFullRetry:
     async def until_room(self, write: Callable[[], Awaitable[Written]]) -> Written:
         """Repeat `write`, which must leave nothing half done, until it succeeds."""
         while True:
+            self._owner.count_work()
             try:
                 written = await write()
             except Exception as error:

@@ -98,6 +98,14 @@ class Process(Protocol):
         ...
 
     @property
+    def work_count(self) -> int:
+        """Number of pieces of work that the process has done (run/work_counter.py)."""
+        ...
+
+    def count_work(self) -> None:
+        """Count one more piece of work, where waiting for a disk is a part of it."""
+
+    @property
     def unacknowledged(self) -> int:
         """Number of events that the coordinator does not have on disk yet."""
         ...
@@ -180,6 +188,7 @@ class Host:
         self.now_ns = process.now_ns  #: monotonic clock with an arbitrary zero
         self.hit_failpoint, self.send_gauge = process.hit_failpoint, process.send_gauge
         self.make_client, self.make_server = process.make_client, process.make_server
+        self.count_work = process.count_work
         self.publish_address, self.add_outlet = process.publish_address, process.add_outlet
         self._filter = CommandFilter()
         self._arrived: list[tuple[cmd.Envelope, Command]] = []

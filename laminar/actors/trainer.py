@@ -64,6 +64,7 @@ ROUNDING = (
     "prompts_once",
 )
 """The facts of a checkpoint that determine whether a repeated step gives the same bytes."""
+REPORTS = 4  #: reports of work in the time after which a run counts as stalled
 PROBE_OUTLIER = 10.0  #: factor by which a single token may exceed the tolerance
 
 
@@ -151,6 +152,7 @@ class Trainer:
             self._remove_payloads,
         )
         self.host.spawn(self._run_jobs(self.publisher, self.checkpoints))
+        self.host.spawn(self._report_work())
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
         found = await self.checkpoints.find_checkpoints()
         await check_weights(self.host, self.learner, None if found else dtype)
@@ -226,6 +228,15 @@ class Trainer:
                 elif isinstance(command, cmd.RepeatStep):
                     await self._repeat_step(order, command, checkpoints)
             self._waiting_from_ns = self.host.now_ns()
+
+    async def _report_work(self) -> None:
+        """Report at intervals that work has been done; a long step has no other events."""
+        reported = self.host.process.work_count
+        while True:
+            await self.host.sleep_for(self.config.coordinator.stall_timeout_s / REPORTS)
+            if (count := self.host.process.work_count) != reported:
+                reported = count
+                self.host.send_gauge(ev.WorkProgress(count=count))
 
     # --- training -----------------------------------------------------------------------------
 

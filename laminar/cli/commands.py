@@ -13,8 +13,10 @@ import sys
 from collections.abc import Sequence
 
 from laminar.cli.arguments import CommandParser
+from laminar.config import ConfigError
 from laminar.launch.exit_handling import exit_code
 from laminar.names.version import __version__
+from laminar.run.command_line import shell_command
 
 COMMANDS = {  # by module of laminar.cli, in the order of `laminar --help`
     "quickstart": "train the small model that comes with Laminar; two minutes",
@@ -26,7 +28,7 @@ COMMANDS = {  # by module of laminar.cli, in the order of `laminar --help`
     "agent": "try an agent: its conversations about three rows",
     "submit": "run on a Slurm cluster, as jobs",
     "serve": "run one machine's part of a prepared run, as a batch system does",
-    "watch": "show the progress of a run that was started elsewhere; Ctrl-C does not stop it",
+    "status": "show how a run is doing, and who waits for whom; with --follow, until it ends",
     "ps": "show the processes of a run, or all live runs",
     "tail": "show the last lines of the logs of a run's processes, and follow them",
     "scale": "change how many rollout machines a run on Slurm has",
@@ -39,6 +41,10 @@ COMMANDS = {  # by module of laminar.cli, in the order of `laminar --help`
     "retrain": "repeat the training of a run from its log, and compare the weights of every step",
     "export": "write the model of a run to serve or upload, with a model card",
 }
+
+
+RENAMED = {"watch": ("status", "--follow")}
+"""Former commands, with their present words."""
 
 
 class LazyCommand(CommandParser):
@@ -70,7 +76,10 @@ def run_command(words: Sequence[str] | None = None) -> int:
     """Run one command, from its words to its exit code."""
 
     def command() -> int:
-        arguments = build_parser().parse_args(sys.argv[1:] if words is None else words)
+        given = sys.argv[1:] if words is None else words
+        if given and (now := RENAMED.get(given[0])):
+            raise ConfigError(f"laminar {given[0]} is now {shell_command(*now, *given[1:])}")
+        arguments = build_parser().parse_args(given)
         code: int = arguments.function(arguments)
         return code
 

@@ -40,7 +40,7 @@ from laminar.net.auth import RunKeys
 from laminar.observe.boards import Boards
 from laminar.observe.logs import configure_logging, get_logger
 from laminar.observe.metrics import MetricsWriter
-from laminar.observe.status import StatusWriter
+from laminar.observe.status import REFRESH_S, StatusWriter
 from laminar.observe.telemetry import Telemetry, print_last_line
 from laminar.observe.warnings import WarningMonitor, first_look
 from laminar.run.directory import CONFIG_FILE, SECRET_FILE, run_config
@@ -147,7 +147,10 @@ async def _serve_run(
         replay_from=metrics.replay_from,
         asking=asking,
     )
-    tasks = [asyncio.create_task(_watch_directory(lock, coordinator))]
+    tasks = [
+        asyncio.create_task(_watch_directory(lock, coordinator)),
+        asyncio.create_task(_refresh_status(status)),
+    ]
     if turns_fd is not None:
         tasks.append(asyncio.create_task(_report_turns(turns_fd)))
     if lock.inherited:
@@ -165,6 +168,13 @@ async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
     while not (reason := await asyncio.to_thread(lock.find_lost_reason)):
         await asyncio.sleep(WATCH_S)
     coordinator.give_up(ConfigError(reason))
+
+
+async def _refresh_status(status: StatusWriter) -> None:
+    """Show that this event loop makes turns, also while no event arrives."""
+    while True:
+        await asyncio.sleep(REFRESH_S)
+        status.refresh()
 
 
 async def _report_turns(fd: int) -> None:

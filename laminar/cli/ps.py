@@ -11,7 +11,6 @@ comes from the coordinator's status, whose age is shown.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ from laminar.config.tree import RunConfig
 from laminar.core.state.statuses import Phase
 from laminar.names import exit_codes
 from laminar.names.roles import ROLE_TABLE
-from laminar.run.directory import CONFIG_FILE, STATUS_FILE, read_status
+from laminar.run.directory import CONFIG_FILE, measure_status_age, read_status
 from laminar.run.lock import Holder, holders
 
+AGE_S = 3.0  #: the age of a status above which it is shown; a coordinator writes more often
 COMMANDS = ("stop",)
 """Commands that share the lock while they read a run, but are not processes of it."""
 
@@ -143,11 +143,8 @@ def _format_state(status: dict[str, Any]) -> tuple[str, str, str]:
 
 def _format_age(run: Path) -> str:
     """Return the age of the status by the file system's clock; empty if recent."""
-    try:
-        age_s = time.time() - (run / STATUS_FILE).stat().st_mtime
-    except OSError:
-        return ""
-    return f", as of {age_s:.0f} s ago" if age_s >= 2 else ""
+    age_s = measure_status_age(run)
+    return f", as of {age_s:.0f} s ago" if age_s >= AGE_S else ""
 
 
 def _find_holders(run: Path) -> list[Holder]:

@@ -247,6 +247,11 @@ class CoordinatorConfig(Section, frozen=True, kw_only=True):
     start_timeout_s: Annotated[
         float, Meta(ge=1), doc("the run ends if a process does not join in this time"), Decides()
     ] = 300.0
+    stall_timeout_s: Annotated[
+        float,
+        Meta(ge=1),
+        doc("work remains, but nothing moves: what holds it up is restarted, later the run ends"),
+    ] = 300.0
     log_keep_mb: Annotated[
         Natural, doc("0: the whole event log, as audit, report, retrain, fork and log why need it")
     ] = 0

@@ -204,6 +204,7 @@ class Coordinator:
             boot=f"coordinator-{self._incarnation}-{secrets.token_hex(4)}",
             lease_ms=self.config.coordinator.lease_ms,
             node_lease_ms=self.config.coordinator.node_lease_ms,
+            stall_ms=int(self.config.coordinator.stall_timeout_s * 1000),
             clock_ns=time.monotonic_ns(),
             observer=self._observer,
             limits=Limits(outbox_bytes=COMMANDS_BYTES_MAX),

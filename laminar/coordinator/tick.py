@@ -20,6 +20,7 @@ import msgspec
 
 from laminar.coordinator.detector import FailureDetector
 from laminar.coordinator.hashes import StateHashes
+from laminar.coordinator.stalls import StallDetector
 from laminar.core.machine import StateMachine
 from laminar.core.members.membership import REPLACED
 from laminar.core.rules import LogicError
@@ -80,6 +81,7 @@ class Tick:
         boot: str,
         lease_ms: int,
         node_lease_ms: int,
+        stall_ms: int,
         clock_ns: int,
         observer: Observer,
         limits: Limits,
@@ -102,6 +104,7 @@ class Tick:
         self._failed = False  #: whether a turn is under way, or raised
         self._clock_start_ns = clock_ns
         self._time_start_ns = machine.state.time_ns if machine.started else 0
+        self.stalls = StallDetector(stall_ms * 1_000_000, self._time_start_ns)
         self._links = Links[ServerLink](peers_max)
         self._asking: dict[str, Hello] = {}  #: processes not admitted yet, by boot id
         self._to_acknowledge: dict[ServerLink, int] = {}  #: last number applied
@@ -133,6 +136,10 @@ class Tick:
             actors = self.machine.state.members.actors
             for news in self.detector.judge_silence(read_up_to_ns, actors, self._links.heard_ns):
                 self._apply_event(COORDINATOR, 0, 0, news, time_ns)
+        if self.machine.started:
+            state = self.machine.state
+            if stalled := self.stalls.judge(state, max(time_ns, state.time_ns)):
+                self._apply_event(COORDINATOR, 0, 0, stalled, time_ns)
         self._make_durable()
         out = self._send(now_ns)
         self._failed = False
@@ -273,6 +280,7 @@ class Tick:
             raise
         except Exception as error:
             raise HandlingFailed(stamped, error) from error
+        self.stalls.observe(stamped, self.machine.state)
         self._observer(stamped, commands, self.machine.state)
 
     def _log_event(self, stamped: Stamped, body: bytes, commands: list[Command]) -> None:

@@ -37,6 +37,7 @@ from laminar.core.members import (
     lifecycle,  # noqa: F401
     membership,  # noqa: F401
     resumption,  # noqa: F401
+    stalls,  # noqa: F401
 )
 from laminar.core.planner import run_planner
 from laminar.core.registry import HANDLING as HANDLING  # complete, with all of the above

@@ -54,6 +54,12 @@ class ProcessExited(Event, frozen=True, kw_only=True):
     reason: str = ""  #: reason not to restart it, where its exit alone does not explain that
 
 
+class WorkProgress(Event, frozen=True, kw_only=True):
+    """A process works on one order for long: a gauge, reported only when the count has changed."""
+
+    count: int  #: pieces of work since its start, such as passes of the model
+
+
 class DataLoaded(Event, frozen=True, kw_only=True):
     """The prompt pool is durable; rows are 0..num_train-1 and 0..num_eval-1."""
 

@@ -81,6 +81,17 @@ class NodeRecovered(Event, frozen=True, kw_only=True):
     node_incarnation: int
 
 
+class RunStalled(Event, frozen=True, kw_only=True):
+    """Work remains and nothing has moved for `coordinator.stall_timeout_s`."""
+
+    awaited: str  #: kind of the event that would move the run
+    owner: str  #: process that must send it
+    owner_incarnation: int  #: 0: it has not joined
+    waiter: str  #: "step 12", or the process that waits
+    what: str  #: the awaited thing
+    idle_ms: int
+
+
 class DrainRequested(Event, frozen=True, kw_only=True):
     """The user asked the run to end gracefully (Ctrl-C), at once (a second one), or to pause.
 

@@ -1,4 +1,4 @@
-"""Progress display of `laminar train` and `laminar watch`: a live panel on a terminal, else lines.
+"""Progress display of `laminar train` and `laminar status`: a live panel on a terminal, else lines.
 
 Reads   RUN/status.json; once, when the first step is done, the event log
 Writes  the terminal, from a thread, so that a missing or blocked terminal delays nothing
@@ -15,21 +15,24 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from laminar.analysis.log.evaluations import format_evaluation
 from laminar.analysis.log.run_log import WallClock, parse_event, read_records
 from laminar.config import ConfigError
+from laminar.core.state.statuses import Phase
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
-from laminar.run.directory import read_status
+from laminar.run.directory import measure_status_age, read_status
 
 PACE_STEPS = 20  #: number of recent steps from which the remaining time is estimated
 LINE_MAX = 120  #: most characters of a plain line, for windows of this width
 BAR = 20  #: characters of the progress bar
 QUIET_S = 10.0  #: longest time between lines of a plain log without a new step
-
+OLD_S = 10.0  #: age of a status from which it is marked: its coordinator does not work
+WAITS_MAX = 12  #: waits in a panel; status.json has more
 
 ORDINARY = ("training", "waiting")  #: activities of the trainer that are not mentioned
 
@@ -55,7 +58,7 @@ class ProgressPanel:
         """Initialize; `attached`: another process started the run, so the start is not reported.
 
         `begun_ns`: time of the command; 0: the start of this process."""
-        self._run_dir, self._begun_ns = run_dir, begun_ns
+        self._run_dir, self._begun_ns, self._attached = run_dir, begun_ns, attached
         self._console = console
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         telemetry = Telemetry()
@@ -128,7 +131,7 @@ class ProgressPanel:
             return self._print_status(status)
         if not self._live.is_started:
             self._live.start()
-        self._live.update(self._build_panel(status), refresh=True)
+        self._live.update(self.build_panel(status), refresh=True)
 
     def _tell_trouble(self, status: dict[str, Any]) -> None:
         """Report, once each: the first reward failure, warnings, mismatches, and a failure."""
@@ -219,6 +222,7 @@ class ProgressPanel:
             self._format_progress(status),
             *([f"REWARD FAILED {failed}/{errors['answers']}"] if errors else []),
             *([status["trainer"]] if status["trainer"] not in ORDINARY else []),
+            *([old] if (old := self._describe_age(status)) else []),
             f"{status['tokens_per_s']:.0f} tok/s",
             *([f"{status['repack']['moves']} migrated"] if status["repack"] else []),
         ]
@@ -236,9 +240,17 @@ class ProgressPanel:
         full, empty = "━─" if self._console.encoding.startswith("utf") else "#-"
         return f"[cyan]{full * done}[/cyan][bright_black]{empty * (BAR - done)}[/bright_black]  "
 
-    def _build_panel(self, status: dict[str, Any]) -> Table:
+    def _describe_age(self, status: dict[str, Any]) -> str:
+        """Return how old the status is; empty if that is no sign of trouble."""
+        age_s = 0.0 if status["phase"] == Phase.ENDED else measure_status_age(self._run_dir)
+        return f"DATA {_format_span(age_s)} OLD" if age_s >= OLD_S else ""
+
+    def build_panel(self, status: dict[str, Any]) -> Table:
+        """Return the panel of a status; where another process started the run, with its waits."""
         table = Table(show_header=False, box=None, padding=(0, 2))
         progress = f"{self._format_bar(status)}{self._format_progress(status)}"
+        if old := self._describe_age(status):
+            table.add_row("[red]old[/red]", f"[red]{old}: the coordinator does not report[/red]")
         table.add_row("[bold]laminar[/bold]", f"{_describe_phase(status):<9}  {progress}")
         errors, repack = status["reward_errors"], status["repack"]
         failed = [f"[red]REWARD FAILED {failed_share(errors)}[/red]"] if errors else []
@@ -256,6 +268,10 @@ class ProgressPanel:
             table.add_row("agents", ", ".join(counts))
         for facts in status["evaluations"][-3:]:
             table.add_row("evaluation", f"after step {facts['step']}: {format_evaluation(facts)}")
+        if self._attached:
+            age_s = measure_status_age(self._run_dir)
+            for wait in status.get("waits", [])[:WAITS_MAX]:
+                table.add_row("waits", escape(format_wait(wait, status["seconds"] + age_s)))
         return table
 
 
@@ -288,6 +304,15 @@ def _format_span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.{1 if seconds < 10 * size else 0}f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def format_wait(wait: dict[str, Any], now_s: float) -> str:
+    """Describe one wait of a status in a line; `now_s` by the clock of the run."""
+    until = "" if wait["until"] is None else f" of {_format_span(wait['until'] - wait['since'])}"
+    return (
+        f"{wait['waiter']}: {wait['event']} from {wait['owner']} ({wait['what']}), for "
+        f"{_format_span(max(now_s - wait['since'], 0.0))}{until}, then {wait['then']}"
+    )
 
 
 def failed_share(errors: dict[str, Any]) -> str:

@@ -77,8 +77,8 @@ class RoleRecord:
 ROLE_TABLE: dict[str, RoleRecord] = {
     Role.COORDINATOR: RoleRecord(
         reports=("coordinator-started", "timer-fired", "heartbeat-lost", "node-silent",
-                 "node-recovered", "drain-requested", "run-resumed", "training-warning",
-                 "batch-proposed"),
+                 "node-recovered", "run-stalled", "drain-requested", "run-resumed",
+                 "training-warning", "batch-proposed"),
         place=Place.NONE, restart=Restart.BY_STARTER, loss=Loss.ENDS,
     ),
     Role.STRATEGY: RoleRecord(
@@ -97,7 +97,7 @@ ROLE_TABLE: dict[str, RoleRecord] = {
     ),
     Role.TRAINER: RoleRecord(
         reports=("trainer-ready", "checkpoint-loaded", "step-repeated", "step-completed",
-                 "publish-skipped", "model-exported", "checkpoint-saved"),
+                 "publish-skipped", "model-exported", "checkpoint-saved", "work-progress"),
         carries_out=("publish-weights", "train-step", "load-checkpoint", "repeat-step",
                      "export-model", "save-checkpoint"),
         place=Place.FIRST, restart=Restart.WITH_CHECKPOINTS, loss=Loss.ENDS,

@@ -1,10 +1,11 @@
 """status.json: a summary of the run, rewritten while the coordinator works.
 
-Reads   the state after an event
+Reads   the state after an event, or of a replay
 Writes  RUN/status.json, at most every INTERVAL_S, by the telemetry thread
-Gives   the same to the boards of `trainer.logger` that show it
+Gives   the same to the boards of `trainer.logger` that show it; StatusFigures for a replay
 
-For live progress, and for people on a cluster without a terminal on the run.
+A file that is older than REFRESH_S is of a coordinator that does not work. For live progress, and
+for people on a cluster without a terminal on the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import msgspec
 
 from laminar.core.scheduling.admission import find_full_resource, find_not_admitted_reason
 from laminar.core.scheduling.sessions import list_hosts
-from laminar.core.state import keys
 from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.indexes import indexes_of, is_streaming
 from laminar.core.state.members import Replica
@@ -28,6 +28,7 @@ from laminar.core.state.replica_index import Kind
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.core.state.transitions import IN_ENGINE
+from laminar.core.waits import Wait, list_awaited_processes, list_waits
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names.roles import Role
@@ -38,68 +39,44 @@ from laminar.run.directory import STATUS_FILE
 
 INTERVAL_S = 0.4
 """Less than a replica's interval between two gauges, so that each of them is shown."""
+REFRESH_S = 2.0
+"""The longest time between two writes of a coordinator that makes turns but handles no event."""
+WAITS_SHOWN = 64  #: the oldest waits that are shown; `waits_total` counts all
 LEFT_OUT_SHOWN = 16  #: replicas and versions with rows left out that are shown; the log has all
 
 
-class StatusWriter:
-    """Observer of the coordinator that also keeps figures of events that the state lacks."""
+class StatusFigures:
+    """Observer of events that keeps the figures of a status that the state lacks."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        telemetry: Telemetry,
-        clock: Callable[[], float] = time.monotonic,
-        boards: Sequence[Outlet[dict[str, Any]]] = (),
-    ) -> None:
-        self._file = ReplacedFile(run_dir, STATUS_FILE)
-        self._outlets = [telemetry.add_outlet("status", self._replace_file, kept=1), *boards]
-        self._clock = clock
-        self._written = 0.0
-        self._tokens: tuple[float, int] = (clock(), 0)
-        self._rate = 0.0
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
         self.last_metrics: dict[str, float] = {}
         self._gauges, self._repack, self._losses = LatestGauges(), RepackCounts(), ProcessFailures()
         self.left_out: deque[str] = deque(maxlen=LEFT_OUT_SHOWN)
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now = self._clock()
         self._gauges.record_event(stamped, state)
         self._repack.record_commands(commands, state)
         self._losses.record_event(stamped, commands)
-        metrics = getattr(stamped.event, "metrics", None)
-        if metrics:
+        if metrics := getattr(stamped.event, "metrics", None):
             self.last_metrics = metrics
         if isinstance(stamped.event, ev.StepCompleted):
             self.left_out += map(format_left_out, stamped.event.left_out)
-        if now - self._written >= INTERVAL_S or state.run.phase == Phase.ENDED or metrics:
-            self._write(now, stamped.time_ns, state)
 
-    def _write(self, now: float, time_ns: int, state: State) -> None:
-        """Write the status; `time_ns`: of the event, by the clock of the run."""
-        self._written = now
-        then, before = self._tokens
-        total = sum(r.tokens_total for r in state.members.replicas.values())
-        if now - then >= 2.0:
-            self._rate = max(total - before, 0) / (now - then)
-            self._tokens = (now, total)
-        status = self._build_status(state) | {"seconds": time_ns / 1e9}
-        for outlet in self._outlets:
-            outlet.put(status)
-
-    def _replace_file(self, found: list[dict[str, Any]]) -> None:
-        self._file.write([msgspec.json.encode(found[-1])])
-
-    def _build_status(self, state: State) -> dict[str, Any]:
+    def build_status(self, state: State, time_ns: int) -> dict[str, Any]:
+        """Return the status at a time by the clock of the run."""
         trained = state.work.ledger.trajectories.trained
         failed = state.run.failed or state.run.drain_failure
+        waits = list_waits(state)
         return {
+            "seconds": time_ns / 1e9,
             "phase": state.run.phase,
             "pause": "pausing" if state.run.pausing else "paused" if state.run.paused else "",
             "event": state.seq,
             "step": state.steps.completed,
             "total_steps": state.settings.total_steps,
             "reward": self.last_metrics.get("reward/mean"),
-            "tokens_per_s": self._rate,
+            "tokens_per_s": self.tokens_per_s,
             "staleness_mean": state.steps.staleness_sum / trained if trained else 0.0,
             "staleness_max": state.steps.staleness_max,
             "newest_version": state.versions.newest,
@@ -115,7 +92,9 @@ class StatusWriter:
             "left_out": list(self.left_out),
             "warnings": list(state.signals.warnings.values()),
             "silent_nodes": [a.name for a in state.members.actors.values() if a.silent and a.alive],
-            "awaited": _list_awaited(state),
+            "awaited": list_awaited_processes(state),
+            "waits": [_describe_wait(wait) for wait in waits[:WAITS_SHOWN]],
+            "waits_total": len(waits),
             "lost_by": dict(self._losses.why),
             "repack": self._describe_repack(state),
             "processes": {a.name: a.pid for a in state.members.actors.values()},
@@ -154,6 +133,63 @@ class StatusWriter:
         return shown
 
 
+class StatusWriter:
+    """Observer of the coordinator that writes its status."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        telemetry: Telemetry,
+        clock: Callable[[], float] = time.monotonic,
+        boards: Sequence[Outlet[dict[str, Any]]] = (),
+    ) -> None:
+        self._file = ReplacedFile(run_dir, STATUS_FILE)
+        self._outlets = [telemetry.add_outlet("status", self._replace_file, kept=1), *boards]
+        self._clock = clock
+        self._written = 0.0
+        self._tokens: tuple[float, int] = (clock(), 0)
+        self.figures = StatusFigures()
+        self._latest: tuple[float, int, State] | None = None  #: last event: clock, time and state
+
+    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
+        now = self._clock()
+        self.figures(stamped, commands, state)
+        self._latest = now, stamped.time_ns, state
+        metrics = getattr(stamped.event, "metrics", None)
+        if now - self._written >= INTERVAL_S or state.run.phase == Phase.ENDED or metrics:
+            self._write(now, stamped.time_ns, state)
+
+    def refresh(self) -> None:
+        """Write the status again if no event has caused that for some time."""
+        now = self._clock()
+        if self._latest is not None and now - self._written >= REFRESH_S:
+            heard, time_ns, state = self._latest
+            self._write(now, time_ns + int((now - heard) * 1e9), state)
+
+    def _write(self, now: float, time_ns: int, state: State) -> None:
+        """Write the status; `time_ns`: the time by the clock of the run."""
+        self._written = now
+        then, before = self._tokens
+        total = sum(r.tokens_total for r in state.members.replicas.values())
+        if now - then >= 2.0:
+            self.figures.tokens_per_s = max(total - before, 0) / (now - then)
+            self._tokens = (now, total)
+        status = self.figures.build_status(state, time_ns)
+        for outlet in self._outlets:
+            outlet.put(status)
+
+    def _replace_file(self, found: list[dict[str, Any]]) -> None:
+        self._file.write([msgspec.json.encode(found[-1])])
+
+
+def _describe_wait(wait: Wait) -> dict[str, Any]:
+    """Return a wait with its times in seconds, as in "seconds"."""
+    found = wait._asdict()
+    found["since"] = found.pop("since_ns") / 1e9
+    until_ns = found.pop("until_ns")
+    return found | {"until": None if until_ns is None else until_ns / 1e9}
+
+
 def _describe_activity(state: State, replica: Replica, doing: str, full: str) -> str:
     """Return the activity of one replica, given that of its kind.
 
@@ -175,21 +211,13 @@ def _describe_full(state: State) -> str:
 
 def _describe_trainer(state: State) -> str:
     """Return the trainer's activity; a new process repeats the steps after its checkpoint."""
-    if any(state.members.actors[name].role == Role.TRAINER for name in _list_awaited(state)):
+    if any(
+        state.members.actors[name].role == Role.TRAINER for name in list_awaited_processes(state)
+    ):
         return "away"
     if 0 <= state.steps.repeated < state.steps.completed:
         return f"repeating step {state.steps.repeated + 1} of {state.steps.completed}"
     return "training" if state.steps.batch else "waiting"
-
-
-def _list_awaited(state: State) -> list[str]:
-    """Return the lost processes that still have time to come back."""
-    timers = state.orders.timers
-    return [
-        a.name
-        for a in state.members.actors.values()
-        if not a.alive and keys.rejoin_timer(a.name) in timers
-    ]
 
 
 def _count_sessions(state: State, host: str) -> dict[str, int]:

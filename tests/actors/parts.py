@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -66,6 +67,7 @@ class FakeHost:
         self.exit_code = 0
         self.announced: list[str] = []
         self.points: list[str] = []  #: named places in the code, as they were reached
+        self.process = SimpleNamespace(work_count=0)
         self.durable = asyncio.Event()  #: what was sent; cleared by a test that looks before that
         self.durable.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,6 +97,9 @@ class FakeHost:
 
     def notify_user(self, text: str) -> None:
         self.announced.append(text)
+
+    def count_work(self) -> None:
+        self.process.work_count += 1
 
     async def sleep_for(self, seconds: float) -> None:
         await asyncio.sleep(0.001)

@@ -24,6 +24,7 @@ from tools.kit.world_parts import coordinator_started, settings
 
 LEASE_MS = 3_000
 NODE_LEASE_MS = 12_000
+STALL_MS = 300_000
 STARTED = coordinator_started(settings())
 READY = ev.TrainerReady(num_parameters=1, weights_bytes=4)
 
@@ -39,6 +40,7 @@ def begin_tick(disk: MemoryDisk, now_ns: int) -> Tick:
         boot=f"c{restored.incarnation}",
         lease_ms=LEASE_MS,
         node_lease_ms=NODE_LEASE_MS,
+        stall_ms=STALL_MS,
         clock_ns=now_ns,
         observer=lambda *_: None,
         limits=Limits(),

@@ -92,8 +92,8 @@ def test_the_panel_of_a_run(tmp_path: Path, clock: None) -> None:
     file = io.StringIO()
     console = Console(file=file, width=LINE_MAX, _environ={})
     progress = ProgressPanel(tmp_path, console, attached=True)
-    console.print(progress._build_panel(STATUS | STORY[-1]))
-    console.print(progress._build_panel(STATUS | {"total_steps": 0, "repack": {"moves": 7}}))
+    console.print(progress.build_panel(STATUS | STORY[-1]))
+    console.print(progress.build_panel(STATUS | {"total_steps": 0, "repack": {"moves": 7}}))
     check("train_panel", file.getvalue())
 
 

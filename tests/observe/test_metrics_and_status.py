@@ -17,7 +17,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
 from laminar.observe.metrics import MetricsWriter
-from laminar.observe.status import StatusWriter
+from laminar.observe.status import StatusFigures, StatusWriter
 from laminar.observe.telemetry import Telemetry
 from tools.kit.bench import Bench, start_bench
 from tools.kit.world import World
@@ -143,18 +143,37 @@ def test_an_evaluation_has_its_score_its_error_and_its_lengths(tmp_path: Path) -
     assert (told[0]["total"], told[0]["share"]) == (12, first["val-core/policy/acc/mean@3"])
 
 
-def test_what_runs_and_what_waits_for_a_slot_are_told_apart(tmp_path: Path) -> None:
+def test_a_quiet_coordinator_refreshes_its_status_with_the_time_that_passed(tmp_path: Path) -> None:
+    now = [0.0]
+    bench = start_bench()
+    writer = StatusWriter(tmp_path, TELEMETRY, lambda: now[0])
+    writer.refresh()  # nothing to write yet
+    stamped = Stamped(
+        seq=bench.seq, time_ns=0, peer="coordinator", incarnation=0, peer_seq=0,
+        event=ev.TimerFired(timer="repack"),
+    )  # fmt: skip
+    now[0] = 10.0
+    writer(stamped, [], bench.state)
+    now[0] = 40.0
+    writer.refresh()
+    TELEMETRY.wait_drained(10)
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert told["seconds"] == 30.0 and told["waits_total"] == len(told["waits"]) > 0
+    assert told["waits"][0]["owner"] and told["waits"][0]["since"] == 0.0
+
+
+def test_what_runs_and_what_waits_for_a_slot_are_told_apart() -> None:
     """A replica takes one group more than its engine runs."""
     running = set()
 
     def look(stamped: Stamped, commands: list[Command], state: State) -> None:
-        for name, shown in writer._describe_replicas(state).items():
+        for name, shown in figures._describe_replicas(state).items():
             replica = state.members.replicas[name]
             assert shown["running"] + shown["waiting"] == len(replica.running)
             assert shown["running"] <= replica.capacity - state.settings.group_size
             running.add((shown["running"], shown["waiting"]))
 
-    writer = StatusWriter(tmp_path, TELEMETRY)
+    figures = StatusFigures()
     feed(look, small_world())
     assert any(waiting for _, waiting in running)
 

@@ -32,6 +32,7 @@ from laminar.engines.protocol import ReplicaEngine, TokenDelta
 from laminar.names.ids import hash64
 from laminar.names.ports import is_transient
 from laminar.run.directory import RESUME_FILE
+from laminar.run.work_counter import count_work
 from laminar.storage import messages as m
 from laminar.storage.rows import LoadedPrompts, PromptKey
 from laminar.tasks.rewards.results import RewardCall, RewardResult
@@ -130,7 +131,9 @@ class EmulatedLearner:
         return 0  # there are no files
 
     async def train_step(self, samples: Sequence[steps.TrainSample], step: int) -> steps.StepResult:
-        await asyncio.sleep(self._train_s)
+        for _ in range(slices := max(1, round(self._train_s))):
+            await asyncio.sleep(self._train_s / slices)
+            count_work()
         await asyncio.to_thread(self.weights.apply_step, step)
         return steps.StepResult(
             step=step,

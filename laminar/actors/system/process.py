@@ -42,6 +42,7 @@ from laminar.run.directory import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR, run_
 from laminar.run.fail_points import FailPoints
 from laminar.run.lock import RunLock
 from laminar.run.secret import read_secret
+from laminar.run.work_counter import count_work, get_work_count
 
 SWITCH_INTERVAL_S = 0.0005
 """Lower than Python's 5 ms, so that a computing thread does not delay the event loop."""
@@ -61,6 +62,7 @@ class SystemProcess:
         self.boot_id = f"{name}-{os.environ.get('LAMINAR_BOOT', secrets.token_hex(8))}"
         self.log, self.clock_offset_ns = own.get_log(name), own.clock_offset_ns
         self.now_ns, self.add_outlet = time.monotonic_ns, own.telemetry.add_outlet
+        self.count_work = count_work
         self.watch_for_stop, self.directory_lost = own.watch_for_stop, own.directory_lost
         spans = GrowingFile(self.run_dir, f"{TIMELINE_DIR}/{name}.jsonl", in_parts=True)
         self._spans = self.add_outlet("timeline", spans.write)
@@ -111,6 +113,10 @@ class SystemProcess:
     @property
     def silent_ns(self) -> int:
         return self.control.absent_ns
+
+    @property
+    def work_count(self) -> int:
+        return get_work_count()
 
     @property
     def unacknowledged(self) -> int:

@@ -61,6 +61,10 @@ class FailureKind(StrEnum):
         "the disk of the run fails: {detail}", exit_codes.LOG_UNWRITABLE, resumable=True)
     NOT_HANDLED = "not-handled", KindRecord(
         "core raised on an event", "resume the run with a fixed build", resumable=True)
+    STALLED = "stalled", KindRecord(
+        "nothing moved, also after a restart",
+        "read `logs/latest/PROCESS.stacks`, then resume the run",
+        "{subject} holds the run up: {detail}", resumable=True)
     NON_FINITE = "non-finite", KindRecord(
         "`trainer.max_nonfinite_updates` reached", "fork an earlier step or resume", resumable=True)
     NEVER_JOINED = "never-joined", KindRecord(

@@ -23,6 +23,8 @@ class Run(msgspec.Struct, kw_only=True, omit_defaults=True):
     #: stopped or paused: open work stays open until the run is resumed
     stopped: bool = False
     failed: Failure | None = None
+    #: completed steps when a process was restarted for a stall, by its name
+    stalled: dict[str, int] = {}
     ignored: dict[str, int] = {}  #: events that changed nothing, by reason
 
     @property

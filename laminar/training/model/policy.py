@@ -39,6 +39,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from laminar.config import Config, ConfigError
 from laminar.config.families import get_family
+from laminar.run.work_counter import count_work
 from laminar.training.algorithms.loss_terms import entropy_of, gather_targets, log_softmax_at
 from laminar.training.model import lora
 from laminar.training.model.experts import cast_experts
@@ -146,6 +147,7 @@ class LoadedPolicy:
 
     def _compute_hidden(self, rows: TokenRows, compute: Compute) -> Tensor:
         """Return the hidden states [tokens, width] at the positions that predict the targets."""
+        count_work()
         with _make_autocast(self.device, compute.dtype):
             output = self.model.base_model(
                 input_ids=rows.input_ids, use_cache=False, **self._build_row_arguments(rows)

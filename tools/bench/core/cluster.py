@@ -89,6 +89,7 @@ class Cluster(Bench):
             boot="c1",
             lease_ms=600_000,
             node_lease_ms=600_000,
+            stall_ms=600_000,
             clock_ns=self.now_ms * MS,
             observer=lambda *_: None,
             limits=Limits(),

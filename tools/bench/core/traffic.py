@@ -103,6 +103,7 @@ class Traffic:
             boot="c1",
             lease_ms=LEASE_MS,
             node_lease_ms=LEASE_MS,
+            stall_ms=100 * LEASE_MS,
             clock_ns=0,
             observer=lambda *_: None,
             limits=Limits(),

@@ -32,6 +32,7 @@ from tools.simulator.runtime.violation import Violation
 LAYOUT = steps.ModelLayout(SHAPES, "float32")
 UNCHANGED = 0.1
 """Share of steps without signal: they publish the weights of the step before under a new number."""
+PASS_S = 10.0  #: longest pass of a model
 MOMENT_CHARS = 66  #: length of a moment, which remembers two batches
 
 
@@ -160,7 +161,11 @@ class SimTrainer(Idle):
         return self.weights
 
     async def work(self, duration_s: float) -> None:
-        await asyncio.sleep(duration_s * self.process.slow)
+        """Pass the time of a piece of work, of which a long one consists of many."""
+        while duration_s > 0:
+            await asyncio.sleep(min(duration_s, PASS_S) * self.process.slow)
+            duration_s -= PASS_S
+            self.process.current.count_work()
 
     def _differs(self) -> bool:
         return self.world.faults.engine_differs()

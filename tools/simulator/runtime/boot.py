@@ -140,6 +140,7 @@ class Boot:
         self._wake_ns = NEVER_NS
         self._flush_due = False
         self._closed: asyncio.Future[None] = self.loop.create_future()
+        self.work_count = 0
         self.host = Host(self)
 
     # --- life ---------------------------------------------------------------------------------
@@ -194,6 +195,9 @@ class Boot:
             self._broken.__cause__ = error
 
     # --- the host's process ---------------------------------------------------------------------
+
+    def count_work(self) -> None:
+        self.work_count += 1
 
     @property
     def incarnation(self) -> int:

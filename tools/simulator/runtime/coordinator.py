@@ -124,6 +124,7 @@ class SimCoordinator:
             boot=f"c{self.incarnations}",
             lease_ms=scenario.config.coordinator.lease_ms,
             node_lease_ms=scenario.config.coordinator.node_lease_ms,
+            stall_ms=int(scenario.config.coordinator.stall_timeout_s * 1000),
             clock_ns=self.world.scheduler.now,
             observer=self._observe,
             limits=self._limits,
