@@ -1,0 +1,180 @@
+"""Contents of a moment: the event, its decisions and their reasons, and the state after it.
+
+Reads   tables of facts, and the state after the event
+Gives   find_event, find_time; describe_event, list_decisions, list_reasons; list_tiles,
+        list_replicas, list_waiting
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from laminar.core.scheduling.admission import find_not_admitted_reason
+from laminar.core.state.keys import deadline_timer
+from laminar.core.state.state import State
+from laminar.view.run_data import Tables, find_row
+
+TEXT_MAX = 160
+ROUTINE = ("type", "to")  #: fields that are shown elsewhere
+
+
+class Reason(NamedTuple):
+    """Fact that the event began or decided, with its reason."""
+
+    subject: str
+    text: str
+
+
+REASONS = (
+    ("placements", "dispatched_event", ("trajectory", "replica"), "moved_because"),
+    ("replica_states", "began_event", ("replica", "state"), "detail"),
+    ("trainer_waits", "began_event", ("step", "reason"), "detail"),
+    ("repack_decisions", "searched_event", ("replica", "reason"), "detail"),
+    ("trajectories", "ending_event", ("trajectory", "outcome"), "outcome_reason"),
+    ("loads", "ordered_event", ("replica", "purpose"), "source_detail"),
+    ("processes", "ended_event", ("process",), "reason"),
+    ("warnings", "given_event", ("kind",), "text"),
+)
+"""Tables whose rows explain an event: its column, what they are about, and the explanation."""
+
+
+def find_event(tables: Tables, seconds: float) -> int:
+    """Return the last event at or before a time."""
+    events = tables("events")
+    place = int(np.searchsorted(events["time"].to_numpy(), seconds, "right")) - 1
+    return int(events["event"][max(place, 0)].as_py()) if len(events) else 0
+
+
+def find_time(tables: Tables, event: int) -> float:
+    row = _find_event_row(tables, event)
+    return float(row["time"]) if row else 0.0
+
+
+def describe_event(tables: Tables, event: int) -> tuple[str, str]:
+    """Return the sender and type of an event, and its fields, on a line each."""
+    row = _find_event_row(tables, event)
+    if row is None:
+        return f"#{event}", "not in the log"
+    title = f"{row['type']} of {row['sender']}"
+    return title, format_fields(row["fields"])
+
+
+def list_decisions(tables: Tables, event: int) -> list[dict[str, Any]]:
+    """Return the commands that the event caused."""
+    table = tables("decisions")
+    numbers = table["event"].to_numpy()
+    first, stop = np.searchsorted(numbers, [event, event + 1])
+    return [
+        {"to": row["receiver"], "command": row["type"], "fields": format_fields(row["fields"])}
+        for row in table.slice(first, stop - first).to_pylist()
+    ]
+
+
+def list_reasons(tables: Tables, event: int) -> Iterator[Reason]:
+    """Yield what the event began, ended or decided, where a reason is on record."""
+    for name, column, subject, text in REASONS:
+        table = tables(name)
+        found = table.filter(pc.fill_null(pc.equal(table[column], event), False))
+        for row in found.to_pylist():
+            if row[text]:
+                parts = [str(row[part]) for part in subject if row[part] is not None]
+                yield Reason(" ".join(parts), str(row[text]))
+
+
+def list_tiles(state: State) -> list[tuple[str, str]]:
+    """Return the main figures of a state as (name, figure)."""
+    work, steps = state.work, state.steps
+    statuses: dict[str, int] = {}
+    for trajectory in work.trajectories.values():
+        statuses[trajectory.status] = statuses.get(trajectory.status, 0) + 1
+    batch = f"step {steps.batch.step_index + 1}" if steps.batch else "waits"
+    return [
+        ("phase", str(state.run.phase)),
+        ("steps completed", f"{steps.completed} of {state.settings.total_steps}"),
+        ("trainer", batch),
+        ("newest version", f"v{state.versions.newest}" if state.versions.newest >= 0 else "-"),
+        ("groups open, ready", f"{len(work.groups) - len(work.ready):,}, {len(work.ready):,}"),
+        ("trajectories", ", ".join(f"{n:,} {name}" for name, n in sorted(statuses.items())) or "-"),
+        ("outstanding commands", f"{len(state.orders.commands):,}"),
+    ]
+
+
+def list_replicas(state: State, tables: Tables) -> list[dict[str, Any]]:
+    """Return a row per replica: what it serves, runs and stores."""
+    gauges = _find_last_gauges(tables("gauges"), state.seq)
+    found = []
+    for name, replica in sorted(state.members.replicas.items(), key=lambda item: item[0]):
+        gauge = gauges.get(name, {})
+        used, size = gauge.get("kv_used"), gauge.get("kv_capacity")
+        alive = state.members.is_actor_alive(name)
+        refused = find_not_admitted_reason(state, replica) if alive else None
+        doing = "loading" if replica.loading else str(refused or "takes new groups")
+        found.append(
+            {
+                "replica": name,
+                "version": replica.version,
+                "running": len(replica.running),
+                "slots": replica.capacity,
+                "waiting": gauge.get("waiting"),
+                "KV in use": f"{used / size:.0%}" if used is not None and size else None,
+                "doing": doing if alive else "down",
+            }
+        )
+    return found
+
+
+def list_waiting(state: State, tables: Tables) -> list[dict[str, Any]]:
+    """Return the outstanding commands: who works on what, since when and until when."""
+    now = find_time(tables, state.seq)
+    found = []
+    for key, order in state.orders.commands.items():
+        due = state.orders.timers.get(deadline_timer(key))
+        found.append(
+            {
+                "command": str(key),
+                "by": order.command.to,
+                "since": f"{find_time(tables, order.cause):.3f} s (#{order.cause})",
+                "until": f"{now + (due - state.time_ns) / 1e9:.3f} s" if due is not None else "-",
+            }
+        )
+    return found
+
+
+def format_fields(text: str | None) -> str:
+    """Format the fields of a message, which are JSON, on one line."""
+    try:
+        fields = json.loads(text or "{}")
+    except ValueError:
+        return str(text)
+    return " ".join(
+        f"{name}={_format_value(value)}" for name, value in fields.items() if name not in ROUTINE
+    )
+
+
+def _format_value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 3]}..."
+
+
+def _find_event_row(tables: Tables, event: int) -> dict[str, Any] | None:
+    events = tables("events")
+    numbers = events["event"].to_numpy()
+    place = int(np.searchsorted(numbers, event))
+    found = place < len(numbers) and numbers[place] == event
+    return find_row(events, place) if found else None
+
+
+def _find_last_gauges(gauges: pa.Table, event: int) -> dict[str, dict[str, Any]]:
+    """Return the last report of each replica at an event."""
+    stop = int(np.searchsorted(gauges["reported_event"].to_numpy(), event, "right"))
+    names = gauges["replica"].slice(0, stop).combine_chunks().dictionary_encode()
+    codes = np.asarray(names.indices) if stop else np.zeros(0, np.int64)
+    _, last = np.unique(codes[::-1], return_index=True)
+    rows = gauges.take(pa.array(sorted(stop - 1 - last), pa.int64())).to_pylist()
+    return {row["replica"]: row for row in rows}
