@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import re
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def run_view(arguments: argparse.Namespace) -> int:
     require_libraries()
     from laminar.view.page import open_runs
 
-    runs = open_runs(arguments.runs, report=_print_progress)
+    runs = open_runs(arguments.runs, progress=_show_progress)
     try:
         asyncio.run(_serve(runs, arguments))
     except KeyboardInterrupt:
@@ -89,5 +90,10 @@ async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
     await server.serve()
 
 
-def _print_progress(text: str) -> None:
-    print(text, flush=True)
+def _show_progress(run: Path) -> Callable[[int, float], None]:
+    """Return the receiver of the progress of one run's facts."""
+
+    def show(events: int, share: float) -> None:
+        print(f"building the facts of {run}: {events:,} events, {share:.0%}", flush=True)
+
+    return show

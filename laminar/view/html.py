@@ -22,8 +22,8 @@ h1 { font-size: 19px; margin: 0; display: inline-block; } h3 { margin: 4px 0 6px
 .key i { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 4px;
   vertical-align: -1px; border: 1px solid #0001; } .versions i { margin-right: 1px; }
 table { border-collapse: collapse; font-size: 13px; width: 100%; }
-th { text-align: left; font-weight: 500; color: #6b7280; padding: 3px 10px 3px 0; vertical-align: top;
-  white-space: nowrap; }
+th { text-align: left; font-weight: 500; color: #6b7280; padding: 3px 10px 3px 0;
+  vertical-align: top; white-space: nowrap; }
 td { padding: 3px 10px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
 tr { border-bottom: 1px solid #eef0f3; }
 code, pre { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; }

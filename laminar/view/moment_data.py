@@ -1,27 +1,25 @@
 """Contents of a moment: the event, its decisions and their reasons, and the state after it.
 
-Reads   tables of facts, and the state after the event
-Gives   find_event, find_time; describe_event, list_decisions, list_reasons; list_tiles,
-        list_replicas, list_waiting
+Reads   a Moment, and tables of facts
+Gives   describe_event, list_decisions, list_reasons; list_tiles, list_replicas, list_waiting
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from laminar.analysis.log.story import describe_message
 from laminar.core.scheduling.admission import find_not_admitted_reason
 from laminar.core.state.keys import deadline_timer
 from laminar.core.state.state import State
-from laminar.view.run_data import Tables, find_row
+from laminar.view.run_data import Moment, Tables
 
-TEXT_MAX = 160
-ROUTINE = ("type", "to")  #: fields that are shown elsewhere
+DECISIONS_MAX = 50  #: shown of one event
 
 
 class Reason(NamedTuple):
@@ -44,36 +42,21 @@ REASONS = (
 """Tables whose rows explain an event: its column, what they are about, and the explanation."""
 
 
-def find_event(tables: Tables, seconds: float) -> int:
-    """Return the last event at or before a time."""
-    events = tables("events")
-    place = int(np.searchsorted(events["time"].to_numpy(), seconds, "right")) - 1
-    return int(events["event"][max(place, 0)].as_py()) if len(events) else 0
+def describe_event(moment: Moment) -> tuple[str, str]:
+    """Return the type and sender of an event, and its fields, as in its story."""
+    name, _, fields = describe_message(moment.stamped.event).partition(" ")
+    return f"{name} of {moment.stamped.peer}", fields
 
 
-def find_time(tables: Tables, event: int) -> float:
-    row = _find_event_row(tables, event)
-    return float(row["time"]) if row else 0.0
-
-
-def describe_event(tables: Tables, event: int) -> tuple[str, str]:
-    """Return the sender and type of an event, and its fields, on a line each."""
-    row = _find_event_row(tables, event)
-    if row is None:
-        return f"#{event}", "not in the log"
-    title = f"{row['type']} of {row['sender']}"
-    return title, format_fields(row["fields"])
-
-
-def list_decisions(tables: Tables, event: int) -> list[dict[str, Any]]:
+def list_decisions(moment: Moment) -> list[dict[str, str]]:
     """Return the commands that the event caused."""
-    table = tables("decisions")
-    numbers = table["event"].to_numpy()
-    first, stop = np.searchsorted(numbers, [event, event + 1])
-    return [
-        {"to": row["receiver"], "command": row["type"], "fields": format_fields(row["fields"])}
-        for row in table.slice(first, stop - first).to_pylist()
-    ]
+    found = []
+    for command in moment.commands[:DECISIONS_MAX]:
+        name, _, fields = describe_message(command).partition(" ")
+        found.append({"to": command.to, "command": name, "fields": fields})
+    if more := len(moment.commands) - len(found):
+        found.append({"to": "", "command": f"and {more:,} more", "fields": ""})
+    return found
 
 
 def list_reasons(tables: Tables, event: int) -> Iterator[Reason]:
@@ -129,45 +112,21 @@ def list_replicas(state: State, tables: Tables) -> list[dict[str, Any]]:
     return found
 
 
-def list_waiting(state: State, tables: Tables) -> list[dict[str, Any]]:
+def list_waiting(moment: Moment, find_time: Callable[[int], float]) -> list[dict[str, str]]:
     """Return the outstanding commands: who works on what, since when and until when."""
-    now = find_time(tables, state.seq)
-    found = []
+    state, found = moment.state, []
     for key, order in state.orders.commands.items():
         due = state.orders.timers.get(deadline_timer(key))
+        until = "-" if due is None else moment.seconds + (due - state.time_ns) / 1e9
         found.append(
             {
                 "command": str(key),
                 "by": order.command.to,
-                "since": f"{find_time(tables, order.cause):.3f} s (#{order.cause})",
-                "until": f"{now + (due - state.time_ns) / 1e9:.3f} s" if due is not None else "-",
+                "since": f"{find_time(order.cause):.3f} s (#{order.cause})",
+                "until": until if isinstance(until, str) else f"{until:.3f} s",
             }
         )
     return found
-
-
-def format_fields(text: str | None) -> str:
-    """Format the fields of a message, which are JSON, on one line."""
-    try:
-        fields = json.loads(text or "{}")
-    except ValueError:
-        return str(text)
-    return " ".join(
-        f"{name}={_format_value(value)}" for name, value in fields.items() if name not in ROUTINE
-    )
-
-
-def _format_value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 3]}..."
-
-
-def _find_event_row(tables: Tables, event: int) -> dict[str, Any] | None:
-    events = tables("events")
-    numbers = events["event"].to_numpy()
-    place = int(np.searchsorted(numbers, event))
-    found = place < len(numbers) and numbers[place] == event
-    return find_row(events, place) if found else None
 
 
 def _find_last_gauges(gauges: pa.Table, event: int) -> dict[str, dict[str, Any]]:

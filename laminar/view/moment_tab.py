@@ -9,7 +9,7 @@ The address of the page names the event (`?event=123456`), so that a moment can 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
@@ -17,10 +17,9 @@ import pandas as pd
 import panel as pn
 
 from laminar.config import ConfigError
-from laminar.core.state.state import State
 from laminar.view import moment_data
 from laminar.view.html import render_table, render_tiles
-from laminar.view.run_data import RunData
+from laminar.view.run_data import Moment, RunData
 
 PAGE_ROWS = 16
 
@@ -32,12 +31,17 @@ class MomentTab:
         self._run, self._tell = run, tell
         last = max(run.last_event, 1)
         self._slider = pn.widgets.IntSlider(
-            name="event", start=1, end=max(last, 2), value=event or last, sizing_mode="stretch_width"
+            name="event",
+            start=run.first_event,
+            end=max(last, run.first_event + 1),
+            value=event or last,
+            sizing_mode="stretch_width",
         )
-        self._number = pn.widgets.IntInput(value=self._slider.value, start=1, end=last, width=110)
+        self._number = pn.widgets.IntInput(
+            value=self._slider.value, start=run.first_event, end=last, width=110
+        )
         self._buttons = [
-            pn.widgets.Button(name=name, width=70)
-            for name in ("-100", "-1", "+1", "+100")
+            pn.widgets.Button(name=name, width=70) for name in ("-100", "-1", "+1", "+100")
         ]
         self._title = pn.pane.HTML("", sizing_mode="stretch_width")
         self._tiles = pn.pane.HTML("", sizing_mode="stretch_width")
@@ -67,7 +71,7 @@ class MomentTab:
 
     def show(self, event: int) -> None:
         """Move to an event."""
-        self._slider.value = min(max(event, 1), self._slider.end)
+        self._slider.value = min(max(event, self._slider.start), self._slider.end)
         self._go(self._slider.value)
 
     def refresh(self) -> None:
@@ -96,40 +100,38 @@ class MomentTab:
             return
         self._shown = event
         try:
-            state = await asyncio.to_thread(self._run.get_state, event)
+            moment = await asyncio.to_thread(self._run.get_moment, event)
         except ConfigError as error:
             self._title.object = f"<p class='trouble'>{escape(str(error))}</p>"
             return
         if event == self._wanted:
-            self._draw(event, state)
+            self._draw(event, moment)
 
-    def _draw(self, event: int, state: State) -> None:
-        tables = self._run.table
+    def _draw(self, event: int, moment: Moment) -> None:
+        run, tables = self._run, self._run.table
         self._number.value = event
-        name, fields = moment_data.describe_event(tables, event)
-        seconds = moment_data.find_time(tables, event)
+        name, fields = moment_data.describe_event(moment)
         self._title.object = (
-            f"<div class='event'><span class='faint'>#{event:,} at {seconds:.3f} s</span> "
+            f"<div class='event'><span class='faint'>#{event:,} at {moment.seconds:.3f} s</span> "
             f"<b>{escape(name)}</b> <code>{escape(fields)}</code></div>"
         )
-        self._tiles.object = render_tiles(moment_data.list_tiles(state))
-        self._decided.object = _render_decisions(self._run, event)
+        self._tiles.object = render_tiles(moment_data.list_tiles(moment.state))
+        self._decided.object = _render_decisions(moment, moment_data.list_reasons(tables, event))
         self._replicas.value = pd.DataFrame(
-            moment_data.list_replicas(state, tables), columns=self._replicas.value.columns
+            moment_data.list_replicas(moment.state, tables), columns=self._replicas.value.columns
         )
         self._waits.value = pd.DataFrame(
-            moment_data.list_waiting(state, tables), columns=self._waits.value.columns
+            moment_data.list_waiting(moment, run.find_time), columns=self._waits.value.columns
         )
         self._tell(event)
 
 
-def _render_decisions(run: RunData, event: int) -> str:
-    reasons = list(moment_data.list_reasons(run.table, event))
+def _render_decisions(moment: Moment, reasons: Iterable[moment_data.Reason]) -> str:
     found = "".join(
         f"<p class='why'><b>{escape(reason.subject)}</b>: {escape(reason.text)}</p>"
         for reason in reasons
     )
-    decisions = moment_data.list_decisions(run.table, event)
+    decisions = moment_data.list_decisions(moment)
     if not decisions:
         return found + "<p class='faint'>This event caused no command.</p>"
     return found + render_table(decisions)

@@ -12,11 +12,13 @@ from html import escape
 from typing import Any
 
 import panel as pn
+from panel.io.resources import LOCAL_DIST
 
+from laminar.view.figure_tabs import HealthTab, OverviewTab
 from laminar.view.html import INNER, STYLE
-from laminar.view.moment_data import find_time
 from laminar.view.moment_tab import MomentTab
 from laminar.view.run_data import REFRESH_S, RunData, open_runs
+from laminar.view.samples_tab import SamplesTab
 from laminar.view.timeline_tab import TimelineTab
 
 __all__ = ["make_page", "open_runs"]
@@ -27,6 +29,9 @@ TABS = ("Timeline", "Time slider", "Overview", "Samples", "Health")
 def make_page(runs: Sequence[RunData]) -> Any:
     """Build a page, which shows one of the runs at a time, and all in its overview."""
     pn.extension("tabulator", raw_css=[STYLE])
+    if (document := pn.state.curdoc) is not None:
+        # Panel sets it only for a document that a GET has made, not for a reconnected websocket.
+        document.template_variables["dist_url"] = LOCAL_DIST
     pn.pane.HTML.stylesheets = [INNER]
     return _Page(runs).view
 
@@ -59,9 +64,11 @@ class _Page:
         self._run = run
         self._timeline = TimelineTab(run, self._open_moment)
         self._moment = MomentTab(run, event, self._tell_event)
-        self._parts = [self._timeline, self._moment]
+        self._parts: list[Any] = [
+            self._timeline, self._moment, OverviewTab(self._runs), SamplesTab(run), HealthTab(run)
+        ]  # fmt: skip
         active = self._tabs.active
-        self._tabs[:] = [(n, part.view) for n, part in zip(TABS, self._parts, strict=False)]
+        self._tabs[:] = [(n, part.view) for n, part in zip(TABS, self._parts, strict=True)]
         self._tabs.active = active
         self._write_head()
         self._refresh_tab()
@@ -89,7 +96,7 @@ class _Page:
 
     def _tell_event(self, event: int) -> None:
         """Write the event into the address, and mark it in the timeline."""
-        self._timeline.mark_moment(find_time(self._run.table, event))
+        self._timeline.mark_moment(self._run.find_time(event))
         if pn.state.location is not None:
             pn.state.location.update_query(event=event)
 

@@ -26,7 +26,7 @@ from laminar.config import ConfigError
 from laminar.view.access import Access, Guard, SafeHeaders
 
 HOST = "127.0.0.1"
-UNUSED_MS = 15_000  #: after which the data of a closed browser tab are dropped
+UNUSED_MS = 60_000  #: after which the data of a closed browser tab are dropped
 
 
 class PageServer:
@@ -37,12 +37,12 @@ class PageServer:
     ) -> None:
         """Listen on the port (0: any that is free); requests are answered once the loop runs."""
         try:
-            sockets = bind_sockets(port, HOST)
+            self.sockets = bind_sockets(port, HOST)
         except OSError as error:
             raise ConfigError(
                 f"port {port} of {HOST} cannot be used: {error.strerror}; give another --port"
             ) from error
-        self.access = Access(sockets[0].getsockname()[1], origins)
+        self.access = Access(self.sockets[0].getsockname()[1], origins)
         application = BokehTornado(
             build_applications({"/": make_page}, title="Laminar"),
             extra_websocket_origins=sorted(self.access.hosts),
@@ -52,7 +52,7 @@ class PageServer:
             transforms=[SafeHeaders],
         )
         self._http = HTTPServer(Guard(self.access, application))
-        self._http.add_sockets(sockets)
+        self._http.add_sockets(self.sockets)
         self._server = BaseServer(IOLoop.current(), application, self._http)
         self._server.start()
 

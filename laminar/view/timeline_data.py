@@ -89,14 +89,13 @@ class Drawing(NamedTuple):
     lines: list[int]  #: rows that are high enough to have a line between them
 
 
-def build_timeline(tables: Tables) -> Timeline:
-    """Collect the intervals of all processes."""
+def build_timeline(tables: Tables, seconds: float) -> Timeline:
+    """Collect the intervals of all processes, of a run of so many seconds."""
     lives = tables("processes")
     rows = order_rows(
         zip(lives["process"].to_pylist(), lives["role"].to_pylist(), strict=True),
         tables("replica_states")["replica"].unique().to_pylist(),
     )
-    seconds = find_end(tables)
     index = pa.array(rows, pa.string())
     waits, steps = tables("trainer_waits"), tables("steps")
     trainer = next((i for i, name in enumerate(rows) if name.startswith("trainer")), -1)
@@ -132,12 +131,6 @@ def order_rows(lives: Any, replicas: Sequence[str]) -> list[str]:
     found = {name: roles[str(role)] for name, role in lives if str(role) in roles}
     found |= dict.fromkeys(replicas, roles["rollout"])
     return sorted(found, key=lambda name: (found[name], _split_numbers(name)))
-
-
-def find_end(tables: Tables) -> float:
-    """Return the time of the last event."""
-    times = tables("events")["time"]
-    return float(times[-1].as_py()) if len(times) else 0.0
 
 
 def draw_part(timeline: Timeline, part: Part, lanes: LaneBook) -> Drawing:
@@ -234,9 +227,14 @@ def _join_bars(parts: Sequence[Bars]) -> Bars:
         part._replace(source=part.source + (number << TABLE_BITS))
         for number, part in enumerate(parts)
     ]
-    joined = Bars(*(np.concatenate(columns) for columns in zip(*numbered, strict=True)))
-    order = np.argsort(joined.begin, kind="stable")
-    return Bars(*(column[order] for column in joined))
+    columns: list[Any] = [np.concatenate(columns) for columns in zip(*numbered, strict=True)]
+    joined = Bars(*columns)
+    return _take(joined, np.argsort(joined.begin, kind="stable"))
+
+
+def _take(bars: Bars, chosen: Any) -> Bars:
+    columns: list[Any] = [column[chosen] for column in bars]
+    return Bars(*columns)
 
 
 TABLE_BITS = 40
@@ -294,9 +292,9 @@ def _split_numbers(name: str) -> list[tuple[int, str]]:
 
 def _select(bars: Bars, part: Part, low: int, high: int) -> Bars:
     stop = np.searchsorted(bars.begin, part.x1, "right")
-    near = Bars(*(column[:stop] for column in bars))
-    seen = np.flatnonzero((near.end >= part.x0) & (near.row >= low) & (near.row < high))
-    return Bars(*(column[seen] for column in near))
+    near = _take(bars, slice(stop))
+    seen = (near.end >= part.x0) & (near.row >= low) & (near.row < high)
+    return _take(near, np.flatnonzero(seen))
 
 
 def empty_cells() -> Cells:
@@ -351,7 +349,7 @@ def _fill_cells(
     version = np.where(running > 0, weighted / np.maximum(running, 1e-12), -1.0)
     shares = np.stack(
         [
-            grid.cover(Bars(*(column[background.value == code] for column in background)))
+            grid.cover(_take(background, background.value == code))
             for code in range(len(timeline.states))
         ]
         or [np.zeros(shape)]
@@ -394,7 +392,8 @@ class _Grid:
             opened = np.bincount(flat, weight * sign, size).reshape(height, columns + 1)
             partly = np.bincount(flat, rest, size).reshape(height, columns + 1)
             total += np.cumsum(opened, axis=1) - opened + partly
-        return total[:, :columns] / np.maximum(self._rows / height, 1)
+        found: Floats = total[:, :columns] / max(self._rows / height, 1)
+        return found
 
 
 def _draw_publishes(timeline: Timeline, part: Part) -> dict[str, list[Any]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-import numpy as np
 import panel as pn
 from bokeh.events import RangesUpdate, Tap
 from bokeh.models import (
@@ -125,13 +124,9 @@ class TimelineTab:
         return made
 
     def _add_glyphs(self, made: Any) -> None:
-        image = made.image_rgba(
-            image="colour", x="x", y="y", dw="dw", dh="dh", source=self._cells
-        )
+        image = made.image_rgba(image="colour", x="x", y="y", dw="dw", dh="dh", source=self._cells)
         edges = {"left": "left", "right": "right", "top": "top", "bottom": "bottom"}
-        back = made.quad(
-            **edges, fill_color="colour", line_color=None, source=self._background
-        )
+        back = made.quad(**edges, fill_color="colour", line_color=None, source=self._background)
         bars = made.quad(
             **edges, fill_color="colour", line_color="white", line_width=0.5, source=self._bars
         )
@@ -227,12 +222,12 @@ ARC_COLUMNS = ("x0", "y0", "x1", "y1", "cx0", "cy0", "cx1", "cy1", "source")
 
 def _list_cells(cells: Cells) -> dict[str, list[Any]]:
     part, none = cells.part, cells.colour.size == 0
-    found = {
+    found: dict[str, list[Any]] = {
         "colour": [cells.colour], "running": [cells.running], "version": [cells.version],
         "state": [cells.state], "x": [part.x0], "y": [part.y0],
         "dw": [part.x1 - part.x0], "dh": [part.y1 - part.y0],
     }  # fmt: skip
-    return {name: [] for name in found} if none else found
+    return {name: [] if none else values for name, values in found.items()}
 
 
 def _name_states(timeline: Timeline) -> str:
@@ -249,5 +244,7 @@ def _render_legend(timeline: Timeline, drawn: Drawing) -> str:
     hues = "".join(f"<i style='background:{hue}'></i>" for hue in VERSION_HUES)
     parts.append(f"<span class='key versions'>{hues}weight versions, in turn</span>")
     if drawn.cells is not None:
-        parts.append("<span class='key faint'>too many bars to draw: cells show means, click to zoom in</span>")
+        parts.append(
+            "<span class='key faint'>too many bars: cells show means, click to zoom in</span>"
+        )
     return f"<div class='legend'>{''.join(parts)}</div>"

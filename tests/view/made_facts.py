@@ -46,11 +46,11 @@ def make_facts(replicas: int = 4, stays: int = 40, slots: int = 8, steps: int = 
             {"event": i + 1, "time": i * seconds / 100, "type": "token-progress"}
             for i in range(101)
         ],
-        processes=[{"process": name, "role": role, "pid": 1, "joined": 0.0} for name, role in roles],
-        versions=[{"version": i, "step": i, "published": i * every} for i in range(steps)],
-        holdings=[
-            {"relay": "relay-0", "version": i, "began": i * every} for i in range(steps)
+        processes=[
+            {"process": name, "role": role, "pid": 1, "joined": 0.0} for name, role in roles
         ],
+        versions=[{"version": i, "step": i, "published": i * every} for i in range(steps)],
+        holdings=[{"relay": "relay-0", "version": i, "began": i * every} for i in range(steps)],
         steps=[
             {"step": i + 1, "version": i + 1, "ordered": i * every, "completed": (i + 0.5) * every}
             for i in range(steps)

@@ -22,7 +22,7 @@ def whole(timeline: Timeline) -> Part:
 
 
 def test_rows_are_processes_in_order_and_lanes_never_overlap() -> None:
-    timeline = build_timeline(make_facts(replicas=12).table)
+    timeline = build_timeline(make_facts(replicas=12).table, 50.0)
     assert timeline.rows[0] == "trainer-0" and timeline.rows[-1] == "relay-0"
     assert timeline.rows[1:4] == ("rollout-0", "rollout-1", "rollout-2"), "2 comes before 10"
     drawn = draw_part(timeline, whole(timeline), LaneBook())
@@ -36,7 +36,7 @@ def test_rows_are_processes_in_order_and_lanes_never_overlap() -> None:
 
 
 def test_only_the_visible_part_is_sent_and_a_bar_keeps_its_lane() -> None:
-    timeline, lanes = build_timeline(make_facts().table), LaneBook()
+    timeline, lanes = build_timeline(make_facts().table, 50.0), LaneBook()
     everything = draw_part(timeline, whole(timeline), lanes).bars
     part = draw_part(timeline, Part(12.0, 13.0, 1.0, 2.0), lanes).bars
     assert 0 < len(part["left"]) <= 2 * 8
@@ -52,7 +52,7 @@ def test_only_the_visible_part_is_sent_and_a_bar_keeps_its_lane() -> None:
 
 def test_many_bars_become_cells_whose_sum_is_that_of_the_bars() -> None:
     facts = make_facts(replicas=300, stays=80)
-    timeline = build_timeline(facts.table)
+    timeline = build_timeline(facts.table, 100.0)
     part = Part(3.25, 61.0, 0.0, float(len(timeline.rows)))
     drawn = draw_part(timeline, part, LaneBook())
     assert drawn.cells is not None and not drawn.bars["left"]
@@ -67,7 +67,7 @@ def test_many_bars_become_cells_whose_sum_is_that_of_the_bars() -> None:
 
 
 def test_arcs_publishes_and_what_a_bar_of_the_background_is() -> None:
-    timeline = build_timeline(make_facts().table)
+    timeline = build_timeline(make_facts().table, 50.0)
     drawn = draw_part(timeline, whole(timeline), LaneBook())
     assert drawn.arcs["y0"] == [1.5] and drawn.arcs["y1"] == [4.5]
     assert drawn.publishes["text"] == ["v0", "v1", "v2", "v3", "v4"]
@@ -77,6 +77,6 @@ def test_arcs_publishes_and_what_a_bar_of_the_background_is() -> None:
 
 
 def test_a_run_without_facts_is_an_empty_picture() -> None:
-    timeline = build_timeline(MadeFacts().table)
+    timeline = build_timeline(MadeFacts().table, 0.0)
     drawn = draw_part(timeline, Part(0.0, 1.0, 0.0, 1.0), LaneBook())
     assert timeline.rows == () and drawn.cells is None and not drawn.bars["left"]
