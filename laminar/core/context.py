@@ -54,6 +54,7 @@ class Context:
                 cause=self.stamped.seq,
                 incarnation=actor.incarnation if actor else 0,
                 command=command,
+                since_ns=self.stamped.time_ns,
             )
             indexes.add_command(self.state, key, outstanding)
             if timeout_ms:

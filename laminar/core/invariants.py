@@ -31,6 +31,7 @@ from laminar.core.state.statuses import GroupStatus, Phase, TrajectoryStatus
 from laminar.core.state.transitions import GENERATED, IN_ENGINE, WAITING
 from laminar.core.steps.batching import are_steps_done, batch_size, is_trainer_idle
 from laminar.core.versions.broadcast import is_run_ending
+from laminar.core.waits import list_waits
 from laminar.events import commands as cmd
 from laminar.events.base import Command, get_tag
 from laminar.names import ids
@@ -424,6 +425,15 @@ def _is_role_awaited(state: State, role: Role) -> bool:
     return any(keys.restart_key(name) in state.orders.commands for name in actors)
 
 
+def some_wait_is_listed(state: State) -> None:
+    """Check that a run that has not ended waits for something, and that each wait has an owner."""
+    if state.run.phase != Phase.ENDED:
+        waits = list_waits(state)
+        _require(bool(waits), "the table of waits is empty")
+        known = {*state.members.actors, *Role}
+        _require(all(wait.owner in known for wait in waits), "a wait has no owner", waits)
+
+
 def lost_work_takes_room(state: State) -> None:
     """Check that lost work resumes where its version has room, even if nothing new is admitted.
 
@@ -529,6 +539,7 @@ ALL: tuple[Callable[[State], None], ...] = (
     every_wait_has_an_owner,
     commands_have_deadlines,
     no_standstill,
+    some_wait_is_listed,
     lost_work_takes_room,
     versions_monotonic,
     evaluation_adds_up,

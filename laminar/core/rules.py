@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     new: str
 
 
-LOGIC_VERSION = 16  #: the version of this program's decisions
+LOGIC_VERSION = 17  #: the version of this program's decisions
 OLDEST_LOGIC = LOGIC_VERSION
 """The oldest version whose logs, up to LOGIC_VERSION, are replayed and continued."""
 RULES: tuple[Rule, ...] = ()

@@ -7,6 +7,7 @@ Emits   through the modules that set it: restarts, drops, the end of the run
 
 from __future__ import annotations
 
+from laminar.core import waits
 from laminar.core.context import Context
 from laminar.core.failing import fail_run
 from laminar.core.members import lifecycle, membership
@@ -16,7 +17,7 @@ from laminar.core.scheduling import recovery
 from laminar.core.state import indexes, keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.keys import CommandKey, TimerKind, TimerName
-from laminar.core.steps import batch_wait, step_replay
+from laminar.core.steps import batch_wait
 from laminar.core.validation import accept_any
 from laminar.core.versions import broadcast
 from laminar.events import commands as cmd
@@ -73,11 +74,7 @@ def _command_expired(ctx: Context, key: CommandKey) -> None:
         broadcast.link_expired(ctx, command.to, command.successor)
     elif isinstance(command, cmd.ReleaseTrajectories):
         migration.release_expired(ctx, command)
-    elif (
-        command.to in state.members.replicas
-        or isinstance(command, (cmd.EndTrajectories, cmd.StartSession, cmd.ScoreTrajectories))
-        or step_replay.may_be_lost(state, command.to)
-    ):
+    elif waits.is_owner_restartable(state, command):
         ctx.restart_actor(command.to, f"{what} was not done in time")
     else:
         fail_run(ctx, FailureKind.OVERDUE, command.to, what)

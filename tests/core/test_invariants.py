@@ -205,6 +205,10 @@ def trainer_that_nobody_awaits(state: State) -> None:
     state.members.actors["trainer-0"].ready = False
 
 
+def nothing_is_awaited(state: State) -> None:
+    state.orders.timers.clear()
+
+
 DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     token_appears: invariants.ledger_balances,
     group_disappears: invariants.ledger_balances,
@@ -220,6 +224,7 @@ DAMAGES: dict[Callable[[State], None], Callable[[State], None]] = {
     work_that_nobody_watches: invariants.every_wait_has_an_owner,
     command_without_a_deadline: invariants.commands_have_deadlines,
     loading_without_a_pull: invariants.every_wait_has_an_owner,
+    nothing_is_awaited: invariants.some_wait_is_listed,
     no_clock_for_the_batch: invariants.no_standstill,
     lost_work_that_nobody_places: invariants.lost_work_takes_room,
     version_from_nowhere: invariants.versions_monotonic,

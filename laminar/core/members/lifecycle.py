@@ -128,9 +128,8 @@ def on_training_warning(ctx: Context, event: ev.TrainingWarning) -> None:
     ctx.state.signals.warnings[event.kind] = event.text
 
 
-def handle_start_timeout(ctx: Context) -> None:
-    """End the run, naming the roles that the start is missing."""
-    state = ctx.state
+def find_missing_roles(state: State) -> list[Role]:
+    """Return the roles that the start still lacks; empty: the first weights, or nothing."""
     has_trainer, has_head = live_actor(state, Role.TRAINER), master_relay(state)
     present = {
         Role.STORE: _is_role_ready(state, Role.STORE),
@@ -139,9 +138,14 @@ def handle_start_timeout(ctx: Context) -> None:
         Role.ROLLOUT: state.members.replicas,
         Role.AGENT: not state.settings.has_environment or sessions.list_hosts(state),
     }
-    missing = [role for role in present if not present[role]]
+    return [role for role in present if not present[role]]
+
+
+def handle_start_timeout(ctx: Context) -> None:
+    """End the run, naming the roles that the start is missing."""
+    missing = find_missing_roles(ctx.state)
     waited = ", ".join(missing) or "the first weights to be published"
-    fail_run(ctx, FailureKind.NOT_STARTED, waited, f"{state.settings.start_timeout_ms} ms")
+    fail_run(ctx, FailureKind.NOT_STARTED, waited, f"{ctx.state.settings.start_timeout_ms} ms")
 
 
 def _is_role_ready(state: State, role: Role) -> bool:

@@ -140,6 +140,7 @@ class OutstandingCommand(msgspec.Struct, kw_only=True, omit_defaults=True):
     cause: int
     incarnation: int  #: incarnation of the addressed actor
     command: AnyCommand
+    since_ns: int = 0  #: time of the event that caused it
 
 
 class Orders(msgspec.Struct, kw_only=True, omit_defaults=True):
