@@ -1,7 +1,7 @@
 """Colours of the page: of states, of weight versions, and of cells that mix them.
 
 Reads   nothing
-Gives   STATE_COLOURS, version_colour, version_colours, mix_states
+Gives   find_state_colour, version_colour, version_colours, mix_states
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ STATE_COLOURS = {
     "no-weights": "#dfe3e8",
     "run-ending": "#dfe3e8",
     "down": "#e5484d",
-    "": "#f1dfe6",  # any other reason
 }
 VERSION_HUES = (
     "#2563eb", "#0891b2", "#059669", "#65a30d", "#ca8a04", "#ea580c", "#db2777", "#7c3aed",
@@ -37,6 +36,10 @@ PAPER = "#ffffff"
 STEPS = 16  #: shades between two versions
 
 Colours = NDArray[np.float64]
+
+
+def find_state_colour(state: str) -> str:
+    return STATE_COLOURS.get(state, "#f1dfe6")
 
 
 def version_colour(version: int) -> str:
@@ -54,11 +57,10 @@ def mix_states(
     states: Sequence[str], shares: Colours, over: Colours, cover: NDArray[np.float64]
 ) -> NDArray[np.uint32]:
     """Return RGBA cells: states by their shares, [state, row, column], with `over` laid on them."""
-    table = np.array([_rgb(STATE_COLOURS.get(name, STATE_COLOURS[""])) for name in states])
-    below = np.maximum(1 - shares.sum(axis=0), 0)[..., None] * _rgb(PAPER)
-    if len(states):
-        total = np.maximum(shares.sum(axis=0), 1.0)[..., None]
-        below = below + np.tensordot(shares, table, axes=(0, 0)) / total
+    table = np.array([_rgb(find_state_colour(name)) for name in states])
+    total = shares.sum(axis=0)[..., None]
+    below = np.maximum(1 - total, 0) * _rgb(PAPER)
+    below = below + np.tensordot(shares, table, axes=(0, 0)) / np.maximum(total, 1.0)
     alpha = np.clip(cover, 0, 1)[..., None]
     mixed = np.round(below * (1 - alpha) + over * alpha).clip(0, 255).astype(np.uint32)
     red, green, blue = (mixed[..., channel] for channel in range(3))

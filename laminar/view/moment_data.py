@@ -6,7 +6,7 @@ Gives   describe_event, list_decisions, list_reasons; list_tiles, list_replicas,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +15,12 @@ import pyarrow.compute as pc
 
 from laminar.analysis.log.story import describe_message
 from laminar.core.scheduling.admission import find_not_admitted_reason
-from laminar.core.state.keys import deadline_timer
 from laminar.core.state.state import State
-from laminar.view.run_data import Moment, Tables
+from laminar.core.waits import list_waits
+from laminar.view.run_data import Moment
+from laminar.view.timeline_data import Tables
 
+WAITS = ("who", "waits for", "by the event", "since", "until", "then")
 DECISIONS_MAX = 50  #: shown of one event
 
 
@@ -112,19 +114,17 @@ def list_replicas(state: State, tables: Tables) -> list[dict[str, Any]]:
     return found
 
 
-def list_waiting(moment: Moment, find_time: Callable[[int], float]) -> list[dict[str, str]]:
-    """Return the outstanding commands: who works on what, since when and until when."""
-    state, found = moment.state, []
-    for key, order in state.orders.commands.items():
-        due = state.orders.timers.get(deadline_timer(key))
-        until = "-" if due is None else moment.seconds + (due - state.time_ns) / 1e9
+def list_waiting(moment: Moment) -> list[dict[str, str]]:
+    """Return who waits for what: since when, until when, and what happens then."""
+    found = []
+    for wait in list_waits(moment.state):
+        since, until = (
+            "-" if at is None else f"{moment.seconds + (at - moment.state.time_ns) / 1e9:,.1f} s"
+            for at in (wait.since_ns, wait.until_ns)
+        )
+        by = f"{wait.event} of {wait.owner}"
         found.append(
-            {
-                "command": str(key),
-                "by": order.command.to,
-                "since": f"{find_time(order.cause):.3f} s (#{order.cause})",
-                "until": until if isinstance(until, str) else f"{until:.3f} s",
-            }
+            dict(zip(WAITS, (wait.waiter, wait.what, by, since, until, wait.then), strict=True))
         )
     return found
 

@@ -48,7 +48,7 @@ class MomentTab:
         self._decided = pn.pane.HTML("", sizing_mode="stretch_width")
         self._replicas = _make_table(["replica", "version", "running", "slots", "waiting",
                                       "KV in use", "doing"])  # fmt: skip
-        self._waits = _make_table(["command", "by", "since", "until"])
+        self._waits = _make_table(list(moment_data.WAITS))
         self._wanted = self._shown = 0
         self._link()
         self.view = pn.Column(
@@ -108,7 +108,7 @@ class MomentTab:
             self._draw(event, moment)
 
     def _draw(self, event: int, moment: Moment) -> None:
-        run, tables = self._run, self._run.table
+        tables = self._run.table
         self._number.value = event
         name, fields = moment_data.describe_event(moment)
         self._title.object = (
@@ -121,7 +121,7 @@ class MomentTab:
             moment_data.list_replicas(moment.state, tables), columns=self._replicas.value.columns
         )
         self._waits.value = pd.DataFrame(
-            moment_data.list_waiting(moment, run.find_time), columns=self._waits.value.columns
+            moment_data.list_waiting(moment), columns=self._waits.value.columns
         )
         self._tell(event)
 

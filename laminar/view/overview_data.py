@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
-from laminar.view.run_data import Tables
+from laminar.view.timeline_data import Tables
 
 ENDS = 5  #: steps that are averaged at either end
 RECENT = 10  #: steps from which the remaining time is estimated

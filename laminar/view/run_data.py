@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +31,6 @@ from laminar.view.timeline_data import LaneBook, Timeline, build_timeline
 
 REFRESH_S = 2.0
 MOMENTS_KEPT = 8  #: of those asked for last
-
-Tables = Callable[[str], pa.Table]
 
 
 class Moment(NamedTuple):
@@ -144,9 +142,3 @@ class RunData:
 def open_runs(directories: Sequence[Path], progress: Callable[[Path], Progress]) -> list[RunData]:
     """Open runs, and report the progress of facts that have to be built."""
     return [RunData(directory, progress(directory)) for directory in directories]
-
-
-def find_row(table: pa.Table, place: int) -> dict[str, Any]:
-    """Return a row of a table as a dict."""
-    row: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
-    return row

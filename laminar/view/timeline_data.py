@@ -4,9 +4,9 @@ Reads   tables of facts
 Gives   Timeline, the intervals of a run as arrays; draw_part: Drawing, for a visible part of it
 
 A row is a process. Its background has what it did or waited for; on it lie the trajectories that
-ran there, the versions that a relay held, or the steps of the trainer. Where a part has more bars
-than a browser draws quickly, it is drawn as cells instead: each cell has the mean number of bars in
-it, their mean version, and the state that filled most of it. Nothing outside the part is sent.
+ran there, or the versions that a relay held. Where a part has more bars than a browser draws
+quickly, it is drawn as cells instead: each has the mean number of bars in it, their mean version,
+and the state that filled most of it. Nothing outside the part is sent.
 """
 
 from __future__ import annotations
@@ -20,18 +20,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from laminar.view.colours import STATE_COLOURS, mix_states, version_colour, version_colours
+from laminar.view.colours import find_state_colour, mix_states, version_colour, version_colours
 
 BARS_MAX = 4_000  #: most bars that are drawn one by one
 LANES_MAX = 60  #: most rows of which bars are drawn one by one
 COLUMNS, ROWS = 360, 256  #: most cells of a part
-LINES_MAX = 120  #: most publishes and arcs
+LINES_MAX, NAMES_MAX = 120, 40  #: most publishes and arcs; most rows that are named
 LABEL = 0.03  #: of the width, for the name of a version
 MARGIN = 0.12  #: of a row above and below its bars
+ORDER = {"trainer": 0, "rollout": 1, "agent": 2, "relay": 3}  #: of the roles that have rows
+
+BACKGROUND = ("replica_states", "trainer_waits", "steps")
+BARS = ("placements", "holdings")
+TABLES = (*BACKGROUND, *BARS)  #: by the number in `Bars.source`
+SPANS = {"steps": ("ordered", "completed"), "placements": ("dispatched", "left_at")}
+OWNERS = {"replica_states": "replica", "placements": "replica", "holdings": "relay"}
+KINDS = {"replica_states": "state", "trainer_waits": "reason"}
+TABLE_BITS = 40
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Tables = Callable[[str], pa.Table]
+Columns = dict[str, list[Any]]
 
 
 class Bars(NamedTuple):
@@ -41,7 +51,7 @@ class Bars(NamedTuple):
     begin: Floats
     end: Floats
     value: Ints  #: version, or code of a state
-    source: Ints  #: place in its table of facts, to look up what is shown of it
+    source: Ints  #: number of the table, and place in it (split_source)
 
 
 class Part(NamedTuple):
@@ -60,11 +70,10 @@ class Timeline(NamedTuple):
     states: tuple[str, ...]  #: text by code
     seconds: float  #: end of the run, or of what is known of it
     background: Bars
-    stays: Bars  #: placements on replicas and hosts
-    held: Bars  #: versions that relays hold
-    publishes: tuple[Floats, Ints]  #: time and version
-    arcs: tuple[Floats, Floats, Ints, Ints, Ints]  #: begin, end, rows, place in migrations
+    bars: Bars
     peaks: Floats  #: most bars at a time, by row
+    publishes: tuple[Floats, Ints]  #: time and version
+    arcs: tuple[Floats, Floats, Ints, Ints]  #: begin and end of migrations, and their rows
 
 
 class Cells(NamedTuple):
@@ -78,156 +87,136 @@ class Cells(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """Contents of a part: either bars or cells."""
+    """Contents of a part: bars, or cells in their place."""
 
-    bars: dict[str, list[Any]]
-    background: dict[str, list[Any]]
+    bars: Columns
+    background: Columns
     cells: Cells | None
-    publishes: dict[str, list[Any]]
-    arcs: dict[str, list[Any]]
-    ticks: dict[int, str]  #: names of rows to write at the axis
+    publishes: Columns
+    arcs: Columns
+    names: dict[int, str]  #: of rows, to write at the axis
     lines: list[int]  #: rows that are high enough to have a line between them
 
 
 def build_timeline(tables: Tables, seconds: float) -> Timeline:
     """Collect the intervals of all processes, of a run of so many seconds."""
-    lives = tables("processes")
-    rows = order_rows(
-        zip(lives["process"].to_pylist(), lives["role"].to_pylist(), strict=True),
-        tables("replica_states")["replica"].unique().to_pylist(),
-    )
+    rows = order_rows(tables)
+    states = ["training"]
+    for name, column in KINDS.items():
+        states += sorted(set(tables(name)[column].unique().to_pylist()) - {*states, None})
+    made = [_make_bars(tables, name, rows, states, seconds) for name in TABLES]
+    bars, migrations, versions = _join_bars(made[3:]), tables("migrations"), tables("versions")
     index = pa.array(rows, pa.string())
-    waits, steps = tables("trainer_waits"), tables("steps")
-    trainer = next((i for i, name in enumerate(rows) if name.startswith("trainer")), -1)
-    parts = [
-        _make_bars(tables("replica_states"), "replica", "state", index, seconds),
-        _make_bars(waits, trainer, "reason", index, seconds),
-        _make_bars(
-            steps, trainer, pa.scalar("training"), index, seconds, names=("ordered", "completed")
-        ),
-    ]
-    states = sorted({state for _, found in parts for state in found})
-    stays = _make_bars(
-        tables("placements"), "replica", "version", index, seconds, names=("dispatched", "left_at")
-    )
-    held = _make_bars(tables("holdings"), "relay", "version", index, seconds)
-    versions = tables("versions")
+    ends = [pc.index_in(migrations[n], value_set=index) for n in ("source", "destination")]
+    moved = np.flatnonzero((_ints(ends[0]) >= 0) & (_ints(ends[1]) >= 0))
+    times = migrations["ordered"], pc.fill_null(migrations["freed"], seconds)
     return Timeline(
         tuple(rows),
         tuple(states),
         seconds,
-        _join_bars([_recode(bars, found, states) for bars, found in parts]),
-        stays[0],
-        held[0],
+        _join_bars(made[:3]),
+        bars,
+        _find_peaks(bars, len(rows)),
         (_floats(versions["published"]), _ints(versions["version"])),
-        _make_arcs(tables("migrations"), index, seconds),
-        np.maximum(_find_peaks(stays[0], len(rows)), _find_peaks(held[0], len(rows))),
+        (*(_floats(time)[moved] for time in times), *(_ints(end)[moved] for end in ends)),  # type: ignore[arg-type]
     )
 
 
-def order_rows(lives: Any, replicas: Sequence[str]) -> list[str]:
+def order_rows(tables: Tables) -> list[str]:
     """Return the names of rows: the trainer, replicas, hosts of agents, relays."""
-    roles = {"trainer": 0, "rollout": 1, "agent": 2, "relay": 3}
-    found = {name: roles[str(role)] for name, role in lives if str(role) in roles}
-    found |= dict.fromkeys(replicas, roles["rollout"])
-    return sorted(found, key=lambda name: (found[name], _split_numbers(name)))
+    lives = tables("processes").select(["process", "role"]).to_pylist()
+    found = {row["process"]: ORDER[row["role"]] for row in lives if row["role"] in ORDER}
+    found |= dict.fromkeys(tables("replica_states")["replica"].unique().to_pylist(), 1)
+    numbers = {name: [int(n) for n in re.findall(r"\d+", name)] for name in found}
+    return sorted(found, key=lambda name: (found[name], numbers[name], name))
+
+
+def split_source(source: int) -> tuple[str, int]:
+    """Return the table of a bar, and its place there."""
+    return TABLES[source >> TABLE_BITS], source & ((1 << TABLE_BITS) - 1)
 
 
 def draw_part(timeline: Timeline, part: Part, lanes: LaneBook) -> Drawing:
     """Choose what a part shows."""
     low, high = max(int(part.y0), 0), min(int(np.ceil(part.y1)), len(timeline.rows))
-    stays = _select(timeline.stays, part, low, high)
-    held = _select(timeline.held, part, low, high)
-    background = _select(timeline.background, part, low, high)
-    lines = _draw_publishes(timeline, part), _draw_arcs(timeline, part)
-    ticks = _choose_ticks(timeline.rows, low, high)
-    between = list(range(low, high + 1)) if high - low <= LANES_MAX else []
-    many = len(stays.row) + len(held.row) + len(background.row) > BARS_MAX
-    if many or high - low > LANES_MAX:
-        cells = _fill_cells(timeline, part, low, high, (stays, held, background))
-        return Drawing(empty_bars(), empty_bars(), cells, *lines, ticks, between)
-    bars = _list_bars(stays, "trajectory", lanes.assign("stays", timeline.stays, stays))
-    for name, values in _list_bars(held, "held", lanes.assign("held", timeline.held, held)).items():
-        bars[name] += values
-    return Drawing(bars, _list_background(timeline, background), None, *lines, ticks, between)
+    bars, background = (
+        _select(bars, part, low, high) for bars in (timeline.bars, timeline.background)
+    )
+    every = max(1, -(-(high - low) // NAMES_MAX))
+    names = {row: timeline.rows[row] for row in range(low, high) if row % every == 0}
+    lines = list(range(low, high + 1)) if high - low <= LANES_MAX else []
+    rest = _draw_publishes(timeline, part), _draw_arcs(timeline, part), names, lines
+    if len(bars.row) + len(background.row) > BARS_MAX or high - low > LANES_MAX:
+        cells = _fill_cells(timeline, part, low, high, bars, background)
+        return Drawing(list_bars(), list_bars(), cells, *rest)
+    versions, codes = bars.value.tolist(), background.value.tolist()
+    names_of = [timeline.states[code] for code in codes]
+    edge = np.full(len(codes), MARGIN / 2)
+    return Drawing(
+        list_bars(
+            bars,
+            lanes.assign(timeline.bars, bars),
+            [f"v{version}" for version in versions],
+            list(map(version_colour, versions)),
+        ),
+        list_bars(background, (edge, 1 - edge), names_of, list(map(find_state_colour, names_of))),
+        None,
+        *rest,
+    )
 
 
 class LaneBook:
     """Lanes of bars that overlap in a row, kept so that a bar stays where it is while panning."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], tuple[dict[int, int], int]] = {}
+        self._known: dict[int, dict[int, int]] = {}
 
-    def assign(self, name: str, everything: Bars, chosen: Bars) -> tuple[Floats, Floats]:
+    def assign(self, everything: Bars, chosen: Bars) -> tuple[Floats, Floats]:
         """Return top and bottom of the chosen bars, as shares of their row."""
-        lane = np.zeros(len(chosen.row))
-        count = np.ones(len(chosen.row))
+        lane, count = np.zeros(len(chosen.row)), np.ones(len(chosen.row))
         for row in np.unique(chosen.row).tolist():
-            if (name, row) not in self._known:
-                self._known[name, row] = _assign_lanes(everything, row)
-            known, most = self._known[name, row]
+            if row not in self._known:
+                self._known[row] = _assign_lanes(_take(everything, everything.row == row))
             here = chosen.row == row
-            lane[here] = [known[source] for source in chosen.source[here].tolist()]
-            count[here] = most
+            lane[here] = [self._known[row][source] for source in chosen.source[here].tolist()]
+            count[here] = max(self._known[row].values()) + 1
         height = (1 - 2 * MARGIN) / count
         return MARGIN + lane * height, MARGIN + (lane + 1) * height
 
 
-def _assign_lanes(bars: Bars, row: int) -> tuple[dict[int, int], int]:
+def _assign_lanes(bars: Bars) -> dict[int, int]:
     """Give each bar of a row the first lane that is free at its begin."""
-    here = bars.row == row
     ends: list[float] = []
     found: dict[int, int] = {}
-    for begin, end, source in zip(
-        bars.begin[here].tolist(), bars.end[here].tolist(), bars.source[here].tolist(), strict=True
-    ):
+    columns = (column.tolist() for column in (bars.begin, bars.end, bars.source))
+    for begin, end, source in zip(*columns, strict=True):
         lane = next((i for i, free in enumerate(ends) if free <= begin), len(ends))
         ends[lane : lane + 1] = [end]
         found[source] = lane
-    return found, max(len(ends), 1)
+    return found
 
 
 # --- from tables to arrays ------------------------------------------------------------------------
 
 
 def _make_bars(
-    table: pa.Table,
-    row: str | int,
-    value: str | pa.Scalar,
-    index: pa.Array,
-    seconds: float,
-    *,
-    names: tuple[str, str] = ("began", "ended"),
-) -> tuple[Bars, list[str]]:
-    """Return the bars of a table; texts as values become codes, with the list of their texts."""
-    begin = _floats(table[names[0]])
-    end = _floats(pc.fill_null(table[names[1]], seconds))
-    rows = np.full(len(begin), row) if isinstance(row, int) else _places(table[row], index)
-    texts: list[str] = []
-    if isinstance(value, pa.Scalar):
-        texts, values = [value.as_py()], np.zeros(len(begin), np.int64)
-    elif pa.types.is_integer(table[value].type):
-        values = _ints(table[value])
-    else:
-        texts = sorted(text for text in table[value].unique().to_pylist() if text)
-        values = _places(table[value], pa.array(texts, pa.string()))
-    kept = np.flatnonzero((rows >= 0) & np.isfinite(begin))
-    kept = kept[np.argsort(begin[kept], kind="stable")]
-    return Bars(rows[kept], begin[kept], end[kept], values[kept], kept), texts
-
-
-def _recode(bars: Bars, texts: Sequence[str], all_texts: Sequence[str]) -> Bars:
-    codes = np.array([all_texts.index(text) for text in texts] or [0], np.int64)
-    return bars._replace(value=codes[bars.value])
+    tables: Tables, name: str, rows: Sequence[str], states: Sequence[str], seconds: float
+) -> Bars:
+    table, (begin, end) = tables(name), SPANS.get(name, ("began", "ended"))
+    owner, kind = OWNERS.get(name), KINDS.get(name)
+    trainer = next((i for i, row in enumerate(rows) if row.startswith("trainer")), -1)
+    row = _find_places(table[owner], rows) if owner else np.full(len(table), trainer)
+    value = _find_places(table[kind], states) if kind else np.zeros(len(table), np.int64)
+    value = _ints(table["version"]) if name in BARS else value
+    times = _floats(table[begin]), _floats(pc.fill_null(table[end], seconds))
+    kept = np.flatnonzero((row >= 0) & np.isfinite(times[0]))
+    kept = kept[np.argsort(times[0][kept], kind="stable")]
+    source = kept + (TABLES.index(name) << TABLE_BITS)
+    return Bars(row[kept], times[0][kept], times[1][kept], value[kept], source)
 
 
 def _join_bars(parts: Sequence[Bars]) -> Bars:
-    """Join bars of several tables; `source` has the number of the table in its highest bits."""
-    numbered = [
-        part._replace(source=part.source + (number << TABLE_BITS))
-        for number, part in enumerate(parts)
-    ]
-    columns: list[Any] = [np.concatenate(columns) for columns in zip(*numbered, strict=True)]
+    columns: list[Any] = [np.concatenate(column) for column in zip(*parts, strict=True)]
     joined = Bars(*columns)
     return _take(joined, np.argsort(joined.begin, kind="stable"))
 
@@ -237,33 +226,13 @@ def _take(bars: Bars, chosen: Any) -> Bars:
     return Bars(*columns)
 
 
-TABLE_BITS = 40
-BACKGROUND_TABLES = ("replica_states", "trainer_waits", "steps")
-"""Tables of the background, by the number in `source`."""
-
-
-def split_source(source: int) -> tuple[str, int]:
-    """Return the table of a bar of the background, and the place in it."""
-    return BACKGROUND_TABLES[source >> TABLE_BITS], source & ((1 << TABLE_BITS) - 1)
-
-
-def _make_arcs(
-    table: pa.Table, index: pa.Array, seconds: float
-) -> tuple[Floats, Floats, Ints, Ints, Ints]:
-    begin, end = _floats(table["ordered"]), _floats(pc.fill_null(table["freed"], seconds))
-    source, destination = _places(table["source"], index), _places(table["destination"], index)
-    kept = np.flatnonzero((source >= 0) & (destination >= 0))
-    return begin[kept], end[kept], source[kept], destination[kept], kept
-
-
 def _find_peaks(bars: Bars, rows: int) -> Floats:
     """Return the most bars at a time of each row."""
-    changes = np.concatenate((np.ones(len(bars.row)), -np.ones(len(bars.row))))
-    times, row = np.concatenate((bars.begin, bars.end)), np.concatenate((bars.row, bars.row))
-    order = np.lexsort((changes, times, row))
-    count = np.cumsum(changes[order])  # back at 0 after each row
+    changes = np.repeat((1.0, -1.0), len(bars.row))
+    row = np.concatenate((bars.row, bars.row))
+    order = np.lexsort((changes, np.concatenate((bars.begin, bars.end)), row))
     found = np.zeros(rows)
-    np.maximum.at(found, row[order], count)
+    np.maximum.at(found, row[order], np.cumsum(changes[order]))  # it is back at 0 after each row
     return found
 
 
@@ -277,126 +246,79 @@ def _ints(column: Any) -> Ints:
     return found
 
 
-def _places(column: Any, index: pa.Array) -> Ints:
-    """Return the place of each text in the index; -1: it is not there."""
-    return _ints(pc.index_in(column, value_set=index))
-
-
-def _split_numbers(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts rollout-2 before rollout-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+def _find_places(column: Any, texts: Sequence[str]) -> Ints:
+    """Return the place of each text in a list; -1: it is not there."""
+    return _ints(pc.index_in(column, value_set=pa.array(texts, pa.string())))
 
 
 # --- from arrays to a drawing ---------------------------------------------------------------------
 
 
 def _select(bars: Bars, part: Part, low: int, high: int) -> Bars:
-    stop = np.searchsorted(bars.begin, part.x1, "right")
-    near = _take(bars, slice(stop))
-    seen = (near.end >= part.x0) & (near.row >= low) & (near.row < high)
-    return _take(near, np.flatnonzero(seen))
+    near = _take(bars, slice(np.searchsorted(bars.begin, part.x1, "right")))
+    return _take(near, (near.end >= part.x0) & (near.row >= low) & (near.row < high))
 
 
-def empty_cells() -> Cells:
-    none = np.zeros((0, 0))
-    whole, real = none.astype(np.int32), none.astype(np.float32)
-    return Cells(Part(0, 0, 0, 0), none.astype(np.uint32), real, real, whole)
-
-
-def empty_bars() -> dict[str, list[Any]]:
-    names = ("left", "right", "top", "bottom", "colour", "text", "source", "kind")
-    return {name: [] for name in names}
-
-
-def _list_bars(bars: Bars, kind: str, edges: tuple[Floats, Floats]) -> dict[str, list[Any]]:
-    top, bottom = edges
-    return {
-        "left": bars.begin.tolist(),
-        "right": bars.end.tolist(),
-        "top": (bars.row + top).tolist(),
-        "bottom": (bars.row + bottom).tolist(),
-        "colour": [version_colour(version) for version in bars.value.tolist()],
-        "text": [f"v{version}" for version in bars.value.tolist()],
-        "source": bars.source.tolist(),
-        "kind": [kind] * len(bars.row),
-    }
-
-
-def _list_background(timeline: Timeline, bars: Bars) -> dict[str, list[Any]]:
-    names = [timeline.states[code] for code in bars.value.tolist()]
-    return {
-        "left": bars.begin.tolist(),
-        "right": bars.end.tolist(),
-        "top": (bars.row + MARGIN / 2).tolist(),
-        "bottom": (bars.row + 1 - MARGIN / 2).tolist(),
-        "colour": [STATE_COLOURS.get(name, STATE_COLOURS[""]) for name in names],
-        "text": names,
-        "source": bars.source.tolist(),
-        "kind": ["background"] * len(names),
-    }
+def list_bars(
+    bars: Bars | None = None,
+    edges: tuple[Floats, Floats] | None = None,
+    texts: Sequence[str] = (),
+    colours: Sequence[str] = (),
+) -> Columns:
+    """Return the columns of bars as a browser draws them; by default there are none."""
+    found: Columns = {"text": list(texts), "colour": list(colours)}
+    if bars is None or edges is None:
+        return found | {name: [] for name in ("left", "right", "top", "bottom", "source")}
+    columns = (bars.begin, bars.end, bars.row + edges[0], bars.row + edges[1], bars.source)
+    names = ("left", "right", "top", "bottom", "source")
+    return found | {name: column.tolist() for name, column in zip(names, columns, strict=True)}
 
 
 def _fill_cells(
-    timeline: Timeline, part: Part, low: int, high: int, found: tuple[Bars, Bars, Bars]
+    timeline: Timeline, part: Part, low: int, high: int, bars: Bars, background: Bars
 ) -> Cells:
     """Draw a part as cells; rows that share a cell are averaged."""
-    height = min(max(high - low, 1), ROWS)
-    shape = (height, COLUMNS)
-    grid = _Grid(part, low, max(high - low, 1), shape)
-    stays, held, background = found
-    running = grid.cover(stays) + grid.cover(held)
-    weighted = grid.cover(stays, stays.value) + grid.cover(held, held.value)
-    version = np.where(running > 0, weighted / np.maximum(running, 1e-12), -1.0)
-    shares = np.stack(
-        [
-            grid.cover(_take(background, background.value == code))
-            for code in range(len(timeline.states))
-        ]
-        or [np.zeros(shape)]
-    )
-    full = np.zeros(height)
-    rows = np.arange(max(high - low, 0))
-    np.maximum.at(full, rows * height // max(high - low, 1), timeline.peaks[low:high])
-    cover = running / np.maximum(full, 1)[:, None]
-    colour = mix_states(timeline.states, shares, version_colours(version), cover)
-    state = np.where(shares.sum(axis=0) > 0, shares.argmax(axis=0), -1)
+    rows = max(high - low, 1)
+    height = min(rows, ROWS)
+    places = np.arange(rows) * height // rows
+
+    def cover(some: Bars, weights: Ints | None = None) -> Floats:
+        covered = _cover_cells(part, some, places[some.row - low], height, weights)
+        return covered * height / rows if rows > height else covered
+
+    running = cover(bars)
+    version = np.where(running > 0, cover(bars, bars.value) / np.maximum(running, 1e-12), -1.0)
+    codes = range(len(timeline.states))
+    shares = np.stack([cover(_take(background, background.value == code)) for code in codes])
+    full = np.ones(height)
+    np.maximum.at(full, places[: high - low], timeline.peaks[low:high])
     return Cells(
         Part(part.x0, part.x1, low, high),
-        colour,
+        mix_states(timeline.states, shares, version_colours(version), running / full[:, None]),
         running.astype(np.float32),
         version.astype(np.float32),
-        state.astype(np.int32),
+        np.where(shares.sum(axis=0) > 0, shares.argmax(axis=0), -1).astype(np.int32),
     )
 
 
-class _Grid:
-    """Cells of a part: how much of each is covered by bars, exactly."""
-
-    def __init__(self, part: Part, low: int, rows: int, shape: tuple[int, int]) -> None:
-        self._x0, self._low, self._rows, self._shape = part.x0, low, rows, shape
-        self._width = max(part.x1 - part.x0, 1e-9) / shape[1]
-
-    def cover(self, bars: Bars, weights: Ints | None = None) -> Floats:
-        """Return the mean number of bars in each cell, each with its weight."""
-        height, columns = self._shape
-        row = (bars.row - self._low) * height // self._rows
-        weight = np.ones(len(row)) if weights is None else weights.astype(np.float64)
-        total = np.zeros((height, columns + 1))
-        for time, sign in ((bars.begin, 1.0), (bars.end, -1.0)):
-            # A bar from its begin on covers the rest of its first cell, and all later ones.
-            place = np.clip((time - self._x0) / self._width, 0, columns)
-            first = place.astype(np.int64)
-            flat = row * (columns + 1) + first
-            rest = (first + 1 - place) * weight * sign
-            size = height * (columns + 1)
-            opened = np.bincount(flat, weight * sign, size).reshape(height, columns + 1)
-            partly = np.bincount(flat, rest, size).reshape(height, columns + 1)
-            total += np.cumsum(opened, axis=1) - opened + partly
-        found: Floats = total[:, :columns] / max(self._rows / height, 1)
-        return found
+def _cover_cells(part: Part, bars: Bars, row: Ints, height: int, weights: Ints | None) -> Floats:
+    """Return the exact mean number of bars in each cell, each with its weight."""
+    weight = np.ones(len(row)) if weights is None else weights.astype(np.float64)
+    width, size = max(part.x1 - part.x0, 1e-9) / COLUMNS, height * (COLUMNS + 1)
+    total = np.zeros((height, COLUMNS + 1))
+    for time, sign in ((bars.begin, 1.0), (bars.end, -1.0)):
+        # A bar from its begin on covers the rest of its first cell, and all later ones.
+        place = np.clip((time - part.x0) / width, 0, COLUMNS)
+        first = place.astype(np.int64)
+        flat = row * (COLUMNS + 1) + first
+        opened = np.bincount(flat, weight * sign, size).reshape(total.shape)
+        partly = np.bincount(flat, (first + 1 - place) * weight * sign, size).reshape(total.shape)
+        total += np.cumsum(opened, axis=1) - opened + partly
+    found: Floats = total[:, :COLUMNS]
+    return found
 
 
-def _draw_publishes(timeline: Timeline, part: Part) -> dict[str, list[Any]]:
+def _draw_publishes(timeline: Timeline, part: Part) -> Columns:
     time, version = timeline.publishes
     seen = np.flatnonzero((time >= part.x0) & (time <= part.x1))
     seen = seen[:: max(1, -(-len(seen) // LINES_MAX))]
@@ -408,24 +330,14 @@ def _draw_publishes(timeline: Timeline, part: Part) -> dict[str, list[Any]]:
     return {"x": times, "text": texts}
 
 
-def _draw_arcs(timeline: Timeline, part: Part) -> dict[str, list[Any]]:
-    begin, end, source, destination, place = timeline.arcs
+def _draw_arcs(timeline: Timeline, part: Part) -> Columns:
+    begin, end, source, destination = timeline.arcs
     low, high = np.minimum(source, destination), np.maximum(source, destination)
-    seen = np.flatnonzero(
-        (begin <= part.x1) & (end >= part.x0) & (low < part.y1) & (high + 1 > part.y0)
-    )
+    inside = (begin <= part.x1) & (end >= part.x0) & (low < part.y1) & (high + 1 > part.y0)
+    seen = np.flatnonzero(inside)
     seen = seen[:: max(1, -(-len(seen) // LINES_MAX))]
-    x0, x1 = begin[seen], end[seen]
-    y0, y1 = source[seen] + 0.5, destination[seen] + 0.5
+    (x0, x1), (y0, y1) = (begin[seen], end[seen]), (source[seen] + 0.5, destination[seen] + 0.5)
     bend = (part.x1 - part.x0) * 0.02
-    columns = {
-        "x0": x0, "y0": y0, "x1": x1, "y1": y1, "source": place[seen],
-        "cx0": x0 + bend, "cy0": y0, "cx1": x1 + bend, "cy1": y1,
-    }  # fmt: skip
+    columns = {"x0": x0, "y0": y0, "x1": x1, "y1": y1}
+    columns |= {"cx0": x0 + bend, "cy0": y0, "cx1": x1 + bend, "cy1": y1}
     return {name: values.tolist() for name, values in columns.items()}
-
-
-def _choose_ticks(rows: Sequence[str], low: int, high: int) -> dict[int, str]:
-    """Name at most forty rows of a part."""
-    every = max(1, -(-(high - low) // 40))
-    return {row: rows[row] for row in range(low, high) if row % every == 0}

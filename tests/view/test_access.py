@@ -48,7 +48,7 @@ async def log_in(server: PageServer) -> str:
 async def test_only_the_token_opens_the_page(server: PageServer) -> None:
     wrong = server.access.token[:-1] + "~"
     for path in ("/", f"/?token={wrong}", "/static/js/bokeh.min.js", "/ws", "/nothing"):
-        for cookie in ("", f"laminar-view-{server.access.port}={wrong}", "=;;\x7f"):
+        for cookie in ("", f"laminar-view-{server.access.port}={wrong}", "=;;"):
             refused = await get(server, path, Cookie=cookie)
             assert refused.status_code == HTTPStatus.FORBIDDEN and SECRET_TEXT not in refused.text
     cookie = await log_in(server)
@@ -57,13 +57,18 @@ async def test_only_the_token_opens_the_page(server: PageServer) -> None:
     assert server.access.token not in page.text, "scripts of the page cannot read it"
     assert "default-src 'self'" in page.headers["Content-Security-Policy"]
     for elsewhere in ("cdn.", "https://fonts"):
-        assert f"src=\"https://{elsewhere}" not in page.text
+        assert f'src="https://{elsewhere}' not in page.text
 
 
 async def test_another_origin_or_host_is_refused_even_with_the_cookie(server: PageServer) -> None:
     cookie = await log_in(server)
     port = server.access.port
-    for origin in ("http://evil.example", "null", f"https://127.0.0.1:{port}", "http://localhost:8"):
+    for origin in (
+        "http://evil.example",
+        "null",
+        f"https://127.0.0.1:{port}",
+        "http://localhost:8",
+    ):
         assert (await get(server, "/", Cookie=cookie, Origin=origin)).status_code == 403
     for host in ("evil.example", f"evil.example:{port}", "localhost:8", ""):
         assert (await get(server, "/", Cookie=cookie, Host=host)).status_code in (400, 403)
@@ -76,9 +81,7 @@ async def test_another_origin_or_host_is_refused_even_with_the_cookie(server: Pa
     ("cookie", "origin"),
     [(False, None), (False, "http://127.0.0.1:{port}"), (True, "http://evil.example")],
 )
-async def test_a_websocket_needs_both(
-    server: PageServer, cookie: bool, origin: str | None
-) -> None:
+async def test_a_websocket_needs_both(server: PageServer, cookie: bool, origin: str | None) -> None:
     port = server.access.port
     headers: dict[str, Any] = {"Cookie": await log_in(server)} if cookie else {}
     if origin:

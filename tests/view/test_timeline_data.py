@@ -26,7 +26,9 @@ def test_rows_are_processes_in_order_and_lanes_never_overlap() -> None:
     assert timeline.rows[0] == "trainer-0" and timeline.rows[-1] == "relay-0"
     assert timeline.rows[1:4] == ("rollout-0", "rollout-1", "rollout-2"), "2 comes before 10"
     drawn = draw_part(timeline, whole(timeline), LaneBook())
-    assert drawn.cells is None and drawn.bars["kind"].count("trajectory") == 12 * 40
+    assert drawn.cells is None
+    tables = [split_source(source)[0] for source in drawn.bars["source"]]
+    assert tables.count("placements") == 12 * 40 and tables.count("holdings") == 5
     bars = list(zip(*(drawn.bars[n] for n in ("left", "right", "top", "bottom")), strict=True))
     for i, (left, right, top, bottom) in enumerate(bars):
         assert int(top) == int(bottom) and top < bottom
@@ -42,11 +44,7 @@ def test_only_the_visible_part_is_sent_and_a_bar_keeps_its_lane() -> None:
     assert 0 < len(part["left"]) <= 2 * 8
     for i, source in enumerate(part["source"]):
         assert part["left"][i] <= 13.0 and part["right"][i] >= 12.0 and int(part["top"][i]) == 1
-        same = [
-            j
-            for j, other in enumerate(everything["source"])
-            if other == source and everything["kind"][j] == "trajectory"
-        ]
+        same = [j for j, other in enumerate(everything["source"]) if other == source]
         assert [everything["top"][j] for j in same] == [part["top"][i]]
 
 
@@ -63,7 +61,7 @@ def test_many_bars_become_cells_whose_sum_is_that_of_the_bars() -> None:
     height, columns = drawn.cells.running.shape
     cell_s, rows = (part.x1 - part.x0) / columns, len(timeline.rows) / height
     assert float(drawn.cells.running.sum()) * cell_s * rows == pytest.approx(covered + held, 1e-4)
-    assert len(timeline.stays.row) > BARS_MAX and drawn.cells.colour.nbytes < 500_000
+    assert len(timeline.bars.row) > BARS_MAX and drawn.cells.colour.nbytes < 500_000
 
 
 def test_arcs_publishes_and_what_a_bar_of_the_background_is() -> None:
