@@ -14,7 +14,7 @@ from typing import Any
 import panel as pn
 from panel.io.resources import LOCAL_DIST
 
-from laminar.view.figure_tabs import HealthTab, OverviewTab
+from laminar.view.figure_tabs import make_health, make_overview
 from laminar.view.html import INNER, STYLE
 from laminar.view.moment_tab import MomentTab
 from laminar.view.run_data import REFRESH_S, RunData, open_runs
@@ -65,7 +65,8 @@ class _Page:
         self._timeline = TimelineTab(run, self._open_moment)
         self._moment = MomentTab(run, event, self._tell_event)
         self._parts: list[Any] = [
-            self._timeline, self._moment, OverviewTab(self._runs), SamplesTab(run), HealthTab(run)
+            self._timeline, self._moment, make_overview(self._runs),
+            SamplesTab(run), make_health(run),
         ]  # fmt: skip
         active = self._tabs.active
         self._tabs[:] = [(n, part.view) for n, part in zip(TABS, self._parts, strict=True)]

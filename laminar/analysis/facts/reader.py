@@ -132,13 +132,14 @@ class Facts:
     def state_at(self, event: int, observer: Observer | None = None) -> State:
         """Return the state after an event; raise ConfigError for one that the facts do not have.
 
-        The observer receives the events from the state kept before it on."""
+        The observer receives the events since the state that is kept before it."""
         if not self.begins_at < event <= self.events:
             raise ConfigError(
                 f"event {event} is outside the facts of {self.run_dir}: give one from "
                 f"{self.begins_at + 1} to {self.events}"
             )
-        return RunLog(self.run_dir).replay_from(self._find_state(event), event, observer)
+        kept = self._find_state(event if observer is None else event - 1)
+        return RunLog(self.run_dir).replay_from(kept, event, observer)
 
     def _find_state(self, event: int) -> Snapshot | None:
         """Return the latest state kept that is not after the event."""
