@@ -37,6 +37,7 @@ COMMANDS = {  # by module of laminar.cli, in the order of `laminar --help`
     "samples": "read what the model wrote: prompts, responses, rewards",
     "log": "replay and read the event log of a run",
     "audit": "check that the records of coordinator, store and trainer agree",
+    "view": "show runs on a local page: timeline, any past moment, samples; live too",
     "report": "write a page with figures, charts and samples of runs",
     "retrain": "repeat the training of a run from its log, and compare the weights of every step",
     "export": "write the model of a run to serve or upload, with a model card",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import cached_property, reduce
@@ -25,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import zstandard
+from numpy.typing import NDArray
 
 from laminar.analysis.facts.collector import FactCollector
 from laminar.analysis.facts.happening import Row
@@ -39,6 +42,7 @@ from laminar.config import ConfigError
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import State
 from laminar.eventlog.record import Takeover
+from laminar.eventlog.replay import Observer
 from laminar.eventlog.snapshot import Snapshot, encode_snapshot, format_name, parse_snapshot
 from laminar.events.base import Stamped
 from laminar.events.events import ALL_EVENTS
@@ -111,6 +115,11 @@ class Facts:
         found = self.rows("events", event=set(numbers))
         return {row["event"]: decode_row(row) for row in found}
 
+    def list_times(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the numbers and the times of all events."""
+        found = self.table("events", ["event", "time"])
+        return found["event"].to_numpy(), found["time"].to_numpy()
+
     def to_unix_ns(self, seconds: float) -> int:
         """Return the unix time of a time in a table."""
         return self.header.first_ns + round(seconds * 1e9)
@@ -120,14 +129,17 @@ class Facts:
         """State after the last event."""
         return self.state_at(self.events)
 
-    def state_at(self, event: int) -> State:
-        """Return the state after an event; raise ConfigError for one that the facts do not have."""
+    def state_at(self, event: int, observer: Observer | None = None) -> State:
+        """Return the state after an event; raise ConfigError for one that the facts do not have.
+
+        The observer receives the events since the state that is kept before it."""
         if not self.begins_at < event <= self.events:
             raise ConfigError(
                 f"event {event} is outside the facts of {self.run_dir}: give one from "
                 f"{self.begins_at + 1} to {self.events}"
             )
-        return RunLog(self.run_dir).replay_from(self._find_state(event), event)
+        kept = self._find_state(event if observer is None else event - 1)
+        return RunLog(self.run_dir).replay_from(kept, event, observer)
 
     def _find_state(self, event: int) -> Snapshot | None:
         """Return the latest state kept that is not after the event."""
@@ -248,11 +260,15 @@ class LiveFacts(Facts):
         self._rows: dict[str, list[Row]] = {name: [] for name in TABLES}
         self._batches: dict[str, list[pa.RecordBatch]] = {name: [] for name in TABLES}
         self._states: dict[int, bytes] = {}
+        self._numbers, self._times = array("q"), array("d")
         self._collector = FactCollector(self._add)
         self._replay = RunLog(self.run_dir).start_replay(self._collector, self._keep_state)
         if self._replay.begins_at:
             self._collector.begin_with(self._replay.state)
         self._advance()
+
+    def list_times(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        return np.array(self._numbers, np.int64), np.array(self._times, np.float64)
 
     def _select(self, name: str, columns: list[str] | None, rows: pc.Expression | None) -> pa.Table:
         if name == CALLS:
@@ -290,7 +306,10 @@ class LiveFacts(Facts):
             self._open.setdefault(name, []).append(row)
 
     def _add(self, name: str, row: Row) -> None:
-        if name not in NOT_FOLLOWED:
+        if name == "events":
+            self._numbers.append(row[0])
+            self._times.append(row[1])
+        elif name not in NOT_FOLLOWED:
             self._rows[name].append(row)
 
     def _keep_state(self, state: State, place: Takeover, share: float) -> None:

@@ -253,11 +253,15 @@ class RunLog:
                 snapshot = usable[-1]
         return GrowingReplay(self, observer, keep, snapshot)
 
-    def replay_from(self, snapshot: Snapshot | None, until: int) -> State:
+    def replay_from(
+        self, snapshot: Snapshot | None, until: int, observer: Observer | None = None
+    ) -> State:
         """Return the state after event `until`, by a replay from a state before it."""
         with _open_log(self.run_dir) as disk:
             try:
-                found = replay_records(disk, until=until, snapshot=snapshot)
+                found = replay_records(
+                    disk, until=until, snapshot=snapshot, observer=observer
+                )
             except NotInHistory as error:
                 raise ConfigError(
                     f"{self.run_dir}: the log has changed meanwhile: {error}"

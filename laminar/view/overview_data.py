@@ -1,0 +1,161 @@
+"""Figures of a run: how it does in one sentence, its problems, its curves, its processes.
+
+Reads   tables of facts, and the last state
+Gives   describe_run, list_problems, list_curves, list_health_curves, list_processes,
+        list_tool_calls
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
+from laminar.view.timeline_data import Tables
+
+ENDS = 5  #: steps that are averaged at either end
+RECENT = 10  #: steps from which pace and remaining time are estimated
+GAUGE_POINTS = 300
+
+Points = list[tuple[float, float]]
+
+
+class Curve(NamedTuple):
+    """Figure over the steps of a run, or over its seconds."""
+
+    title: str
+    points: Points
+
+
+def list_curves(tables: Tables) -> list[Curve]:
+    """Return the curves of the overview."""
+    tests = tables("evaluations").select(["step", "share"]).to_pylist()
+    age = "training/off_policy/trajectory_staleness/mean"
+    return [
+        _read_metric(tables, "reward, mean of the batch", "reward/mean"),
+        Curve(
+            "evaluation, share correct",
+            [(r["step"], r["share"]) for r in tests if r["share"] is not None],
+        ),
+        _read_metric(tables, "staleness, mean steps", age, "staleness/token_mean"),
+        Curve("trained tokens per second", _compute_rates(tables)),
+    ]
+
+
+def list_health_curves(tables: Tables) -> list[Curve]:
+    """Return the mismatch of engines and trainer, its memory, and the use of the caches."""
+    memory = ("perf/max_memory_allocated_gb", "perf/max_resident_gb")
+    return [
+        _read_metric(tables, "mismatch KL per token", "mismatch_kl/mean"),
+        _read_metric(tables, "memory of the trainer, GB", *memory),
+        _read_metric(tables, "gradient norm", "actor/grad_norm"),
+        Curve("KV cache in use, mean of replicas, over the seconds", _read_cache_use(tables)),
+    ]
+
+
+def describe_run(tables: Tables, state: State, seconds: float) -> str:
+    """Return how the run does in one sentence."""
+    done, total = state.steps.completed, state.settings.total_steps
+    parts = [
+        f"{_describe_phase(state, done >= total)}: {done} of {total} steps in {_round(seconds)}"
+    ]
+    for curve, ends in zip(list_curves(tables)[:2], (ENDS, 1), strict=True):
+        if values := [value for _, value in curve.points]:
+            first, last = fmean(values[:ends]), fmean(values[-ends:])
+            parts.append(f"{curve.title.partition(',')[0]} {first:.3g} → {last:.3g}")
+    rates, times = _compute_rates(tables), _list_completed(tables)
+    if rates:
+        parts.append(f"{median(rate for _, rate in rates[-RECENT:]):,.0f} trained tokens/s")
+    if state.run.phase == Phase.RUNNING and len(times) > 2:
+        recent = [time for _, time, _ in times[-RECENT - 1 :]]
+        left = (total - done) * (recent[-1] - recent[0]) / (len(recent) - 1)
+        parts.append(f"about {_round(left)} left")
+    return ", ".join(parts) + "."
+
+
+def list_problems(tables: Tables, state: State) -> list[str]:
+    """Return what a reader must not overlook, a sentence each, with what to do."""
+    failed = state.run.failed
+    found = [f"The run failed: {failed.sentence}. {failed.kind.record.remedy}."] if failed else []
+    return found + [f"step {row['step']}: {row['text']}" for row in tables("warnings").to_pylist()]
+
+
+def list_processes(tables: Tables) -> list[dict[str, Any]]:
+    """Return a row per process: its machine and pid, how often it was restarted, and why."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in sorted(tables("processes").to_pylist(), key=lambda row: row["joined"] or 0.0):
+        name, lives = row["process"], row["ended"] is None
+        before = found.get(name, {"restarts": -1, "last lost because": None})
+        found[name] = {
+            "process": name,
+            "machine": row["node"] or "-",
+            "pid": str(row["pid"] or "-"),
+            "state": "live" if lives else "ended",
+            "since": f"{(row['joined'] if lives else row['ended']) or 0.0:,.1f} s",
+            "restarts": before["restarts"] + 1,
+            "last lost because": row["reason"] or before["last lost because"],
+        }
+    return sorted(found.values(), key=lambda row: (-row["restarts"], row["process"]))
+
+
+def list_tool_calls(tables: Tables) -> list[dict[str, Any]]:
+    """Return a row per tool and outcome."""
+    sums: Any = [("seconds", name) for name in ("count", "mean", "max")]
+    rows = tables("tool_calls").group_by(["tool", "status"]).aggregate(sums)
+    return [
+        {name.replace("_", " "): value for name, value in row.items()}
+        for row in rows.sort_by("tool").to_pylist()
+    ]
+
+
+def _describe_phase(state: State, is_done: bool) -> str:
+    if state.run.failed is not None:
+        return "Failed"
+    if state.run.phase != Phase.ENDED:
+        return str(state.run.phase).capitalize()
+    return "Paused" if state.run.paused else "Complete" if is_done else "Stopped"
+
+
+def _read_metric(tables: Tables, title: str, *names: str) -> Curve:
+    """Return a figure of the steps: the first of these names that a step has."""
+    points = []
+    for row in tables("steps").select(["step", "metrics"]).sort_by("step").to_pylist():
+        figures = json.loads(row["metrics"] or "{}")
+        points += [(row["step"], figures[name]) for name in names if name in figures][:1]
+    return Curve(title, points)
+
+
+def _read_cache_use(tables: Tables) -> Points:
+    """Return the mean share of the caches that is in use, in equal parts of the time."""
+    gauges = tables("gauges").to_pandas()
+    gauges = gauges[gauges["kv_capacity"] > 0]
+    if gauges.empty:
+        return []
+    edges = np.linspace(0, gauges["reported"].max(), GAUGE_POINTS)
+    places = np.searchsorted(edges, gauges["reported"])
+    shares = (gauges["kv_used"] / gauges["kv_capacity"]).groupby(edges[places]).mean()
+    return list(shares.items())
+
+
+def _list_completed(tables: Tables) -> list[tuple[int, float, int]]:
+    """Return (step, time, tokens) of every completed step, in order."""
+    rows = tables("steps").select(["step", "completed", "tokens"]).to_pylist()
+    return sorted(tuple(row.values()) for row in rows if row["completed"] is not None)
+
+
+def _compute_rates(tables: Tables) -> Points:
+    """Return the response tokens of each step per second since the step before it."""
+    pairs = pairwise(_list_completed(tables))
+    return [(now[0], now[2] / max(now[1] - then[1], 1e-9)) for then, now in pairs]
+
+
+def _round(seconds: float) -> str:
+    minutes = seconds / 60
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

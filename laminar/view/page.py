@@ -1,0 +1,109 @@
+"""Page of `laminar view`: its header, its tabs, and the refresh of a live run.
+
+Reads   RunData
+Gives   make_page, a Panel object for one browser tab or notebook cell; open_runs
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import panel as pn
+from panel.io.resources import LOCAL_DIST
+
+from laminar.view.figure_tabs import make_health, make_overview
+from laminar.view.html import INNER, STYLE
+from laminar.view.moment_tab import MomentTab
+from laminar.view.run_data import REFRESH_S, RunData, open_runs
+from laminar.view.samples_tab import SamplesTab
+from laminar.view.timeline_tab import TimelineTab
+
+__all__ = ["make_page", "open_runs"]
+
+TABS = ("Timeline", "Time slider", "Overview", "Samples", "Health")
+
+
+def make_page(runs: Sequence[RunData]) -> Any:
+    """Build a page, which shows one of the runs at a time, and all in its overview."""
+    pn.extension("tabulator", raw_css=[STYLE])
+    if (document := pn.state.curdoc) is not None:
+        # Panel sets it only for a document that a GET has made, not for a reconnected websocket.
+        document.template_variables["dist_url"] = LOCAL_DIST
+    pn.pane.HTML.stylesheets = [INNER]
+    return _Page(runs).view
+
+
+class _Page:
+    """Page in one browser tab."""
+
+    def __init__(self, runs: Sequence[RunData]) -> None:
+        self._runs, self._run = runs, runs[0]
+        self._head = pn.pane.HTML("", sizing_mode="stretch_width")
+        self._choice = pn.widgets.Select(
+            options={run.name: run for run in runs}, visible=len(runs) > 1, width=240
+        )
+        self._choice.param.watch(lambda change: self._choose(change.new), "value")
+        self._tabs = pn.Tabs(dynamic=True, sizing_mode="stretch_both")
+        self._tabs.param.watch(lambda _: self._refresh_tab(), "active")
+        self.view = pn.Column(
+            pn.Row(self._head, self._choice, sizing_mode="stretch_width"),
+            self._tabs,
+            sizing_mode="stretch_both",
+        )
+        asked = _find_asked_event()
+        self._choose(self._run, asked)
+        if asked:
+            self._tabs.active = TABS.index("Time slider")
+        pn.state.add_periodic_callback(self._refresh, int(REFRESH_S * 1000))
+
+    def _choose(self, run: RunData, event: int = 0) -> None:
+        """Show a run."""
+        self._run = run
+        self._timeline = TimelineTab(run, self._open_moment)
+        self._moment = MomentTab(run, event, self._tell_event)
+        self._parts: list[Any] = [
+            self._timeline, self._moment, make_overview(self._runs),
+            SamplesTab(run), make_health(run),
+        ]  # fmt: skip
+        active = self._tabs.active
+        self._tabs[:] = [(n, part.view) for n, part in zip(TABS, self._parts, strict=True)]
+        self._tabs.active = active
+        self._write_head()
+        self._refresh_tab()
+
+    async def _refresh(self) -> None:
+        await asyncio.gather(*(asyncio.to_thread(run.refresh) for run in self._runs))
+        self._write_head()
+        self._refresh_tab()
+
+    def _refresh_tab(self) -> None:
+        self._parts[self._tabs.active].refresh()
+
+    def _write_head(self) -> None:
+        age = " · ".join(
+            f"{run.name}: {run.describe_age()}" if self._runs[1:] else run.describe_age()
+            for run in self._runs
+        )
+        self._head.object = (
+            f"<h1>{escape(self._run.name)}</h1><span class='age'>{escape(age)}</span>"
+        )
+
+    def _open_moment(self, event: int) -> None:
+        self._tabs.active = TABS.index("Time slider")
+        self._moment.show(event)
+
+    def _tell_event(self, event: int) -> None:
+        """Write the event into the address, and mark it in the timeline."""
+        self._timeline.mark_moment(self._run.find_time(event))
+        if pn.state.location is not None:
+            pn.state.location.update_query(event=event)
+
+
+def _find_asked_event() -> int:
+    """Return the event that the page's address names; 0: none."""
+    words = pn.state.session_args.get("event", [b""])
+    text = words[0].decode("ascii", "ignore")
+    return int(text) if text.isdecimal() else 0
