@@ -124,6 +124,13 @@ class Run:
         decode = make_decoder(self.directory, run_config(self.directory))
         return _build_table(islice(find_samples(self.directory, choice, decode), n))
 
+    def sql(self, query: str) -> pa.Table:
+        """Return the result of one SELECT over the facts of the run, as `laminar log sql`."""
+        from laminar.analysis.facts.reader import load_facts
+        from laminar.analysis.facts.sql import query_facts
+
+        return query_facts([load_facts(self.directory)], query)
+
     def _build_metrics(self, *, by_origin: bool) -> pa.Table:
         import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""laminar log: replay, dump, tail, stats, story, why, trace and export of a run's event log.
+"""laminar log: replay, dump, story, why, trace of a run's event log, and SQL over its facts.
 
 Exit codes: 0 done, 1 a replay differs from the log, 2 the named log cannot be read, 141 the reader
 of the output went away.
@@ -10,25 +10,28 @@ import argparse
 import difflib
 import json
 import sys
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from laminar.analysis.facts.reader import load_facts
 from laminar.analysis.log import run_log
 from laminar.analysis.log.process_logs import cut_logs
 from laminar.analysis.log.story import dump_log, read_story
 from laminar.analysis.log.timeline import cut_timelines
-from laminar.analysis.why.why import explain_subject
+from laminar.config import ConfigError
 from laminar.eventlog.record import DecisionRecord, EventRecord, SegmentHeader
 from laminar.eventlog.replay import Difference, Replay
 from laminar.events.base import get_tag
 from laminar.launch.emulated_note import list_notes
 
 TRACE_FILE = "trace.json"
+FORMATS = ("table", "csv", "json", "parquet")
+PROGRESS_S = 5.0
+"""Seconds between lines about facts that are being built."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
     _add_records(commands)
     _add_questions(commands)
-    _add_tables(commands)
+    _add_exports(commands)
 
 
 def _add_records(commands: Any) -> None:
@@ -49,14 +52,10 @@ def _add_records(commands: Any) -> None:
     replay.add_argument("--diff", action="store_true", help="show only what differs")
 
     dumped = _add_command(commands, "dump", "one line per record", run_dump)
-    dumped.add_argument("--raw", action="store_true", help="all records as JSON, of any schema")
-
-    tail = _add_command(commands, "tail", "the last records", run_tail)
-    tail.add_argument(
-        "-n", type=parse_positive, default=20, metavar="N", help="number of records (20)"
-    )
-
-    _add_command(commands, "stats", "counts by type, bytes, time span", run_stats)
+    dumped.add_argument("-n", type=parse_positive, metavar="N", help="only the last N records")
+    form = dumped.add_mutually_exclusive_group()
+    form.add_argument("--raw", action="store_true", help="all records as JSON, of any schema")
+    form.add_argument("--stats", action="store_true", help="counts by type, bytes, time span")
 
 
 def _add_questions(commands: Any) -> None:
@@ -74,16 +73,18 @@ def _add_questions(commands: Any) -> None:
     asked.add_argument("--at", default="", metavar="T", help=when)
 
 
-def _add_tables(commands: Any) -> None:
-    """Add the commands that convert the log for other programs."""
+def _add_exports(commands: Any) -> None:
+    """Add the commands that give the run to other programs, and to queries."""
     traced = _add_command(commands, "trace", "a trace for ui.perfetto.dev", run_trace)
     where = "trace file (RUN/trace.json)"
     traced.add_argument("-o", "--output", type=Path, metavar="FILE", help=where)
 
-    exported = _add_command(commands, "export", "tables of events, decisions, lives", run_export)
-    where = "write three Parquet files into this directory"
-    exported.add_argument("--parquet", type=Path, metavar="DIR", required=True, help=where)
-    exported.add_argument("--force", action="store_true", help="replace existing tables")
+    text = "query the facts of runs; without a query: their tables and columns"
+    asked = commands.add_parser("sql", help=text, description=text)
+    asked.add_argument("words", nargs="+", metavar="RUN", help="run directories; last, one SELECT")
+    asked.add_argument("--format", choices=FORMATS, default="table", help="(table)")
+    asked.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the result there")
+    asked.set_defaults(function=run_sql)
 
 
 def _add_command(
@@ -165,7 +166,11 @@ def _field_diff(difference: Difference) -> str:
 
 def run_dump(arguments: argparse.Namespace) -> int:
     _note_run(arguments.run)
-    _print_lines(_raw_lines(arguments.run) if arguments.raw else dump_log(arguments.run))
+    if arguments.stats:
+        lines: Iterable[str] = _count_records(arguments.run)
+    else:
+        lines = _raw_lines(arguments.run) if arguments.raw else dump_log(arguments.run)
+    _print_lines(deque(lines, maxlen=arguments.n) if arguments.n else lines)
     return 0
 
 
@@ -173,12 +178,6 @@ def _raw_lines(run: Path) -> Iterator[str]:
     for segment, offset, body in run_log.raw_records(run):
         line = {"segment": segment, "offset": offset, **body}
         yield json.dumps(line, default=repr)
-
-
-def run_tail(arguments: argparse.Namespace) -> int:
-    _note_run(arguments.run)
-    _print_lines(deque(dump_log(arguments.run), maxlen=arguments.n))
-    return 0
 
 
 def run_story(arguments: argparse.Namespace) -> int:
@@ -190,8 +189,11 @@ def run_story(arguments: argparse.Namespace) -> int:
 
 
 def run_why(arguments: argparse.Namespace) -> int:
+    from laminar.analysis.facts.reader import load_facts
+    from laminar.analysis.why.why import explain_subject
+
     _note_emulated(arguments.run)
-    facts = load_facts(arguments.run)
+    facts = load_facts(arguments.run, show_progress(arguments.run))
     _print_lines(explain_subject(facts, arguments.id, arguments.at))
     return 0
 
@@ -208,24 +210,54 @@ def run_trace(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_export(arguments: argparse.Namespace) -> int:
-    """Write the tables and print their sizes; docs/debugging.md explains the columns."""
-    from laminar.analysis.export.parquet import (
-        export_tables,  # pyarrow takes longer to load than most logs
-    )
+def run_sql(arguments: argparse.Namespace) -> int:
+    """Print the result of a query, or write it to a file; without a query, list the tables."""
+    from laminar.analysis.export.query_result import write_result
+    from laminar.analysis.facts.reader import load_facts
+    from laminar.analysis.facts.sql import query_facts
+    from laminar.analysis.facts.tables import describe_tables
 
-    _note_emulated(arguments.run)
-    rows = export_tables(arguments.run, arguments.parquet, force=arguments.force)
-    _print_lines(f"{count:>9}  {arguments.parquet / name}.parquet" for name, count in rows.items())
+    runs, query = _split_query(arguments.words)
+    if arguments.format == "parquet" and arguments.output is None:
+        raise ConfigError("--format parquet needs a file: add -o FILE")
+    for run in runs:
+        _note_run(run)
+    if not query:
+        _print_lines(describe_tables())
+        return 0
+    facts = [load_facts(run, show_progress(run)) for run in dict.fromkeys(runs)]
+    write_result(query_facts(facts, query), arguments.format, arguments.output, sys.stdout)
     return 0
 
 
-def run_stats(arguments: argparse.Namespace) -> int:
-    _note_run(arguments.run)
+def _split_query(words: list[str]) -> tuple[list[Path], str]:
+    """Split the words into runs and the query, which has a space and names no directory."""
+    query = "" if " " not in words[-1].strip() or Path(words[-1]).is_dir() else words[-1]
+    runs = [Path(word) for word in (words[:-1] if query else words)]
+    if not runs:
+        raise ConfigError(f"name a run directory before the query {query!r}")
+    return runs, query
+
+
+def show_progress(run: Path) -> Callable[[int, float], None]:
+    """Return a function that prints how much of the log was read, every few seconds."""
+    shown = time.monotonic()
+
+    def report(events: int, share: float) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= PROGRESS_S:
+            shown = time.monotonic()
+            print(f"laminar: {run}: {events:,} events read, {share:.0%}", file=sys.stderr)
+
+    return report
+
+
+def _count_records(run: Path) -> list[str]:
+    """Return lines with the number of events and decisions of each type."""
     events, decisions = Counter[str](), Counter[str]()
     clock, times = run_log.WallClock(), []
     segments = set[int]()
-    for record in run_log.read_records(arguments.run):
+    for record in run_log.read_records(run):
         if isinstance(record, SegmentHeader):
             segments.add(record.segment)
         elif isinstance(record, EventRecord):
@@ -234,17 +266,14 @@ def run_stats(arguments: argparse.Namespace) -> int:
             times.append(clock.unix_ns(event))
         elif isinstance(record, DecisionRecord):
             decisions[get_tag(run_log.parse_command(record))] += 1
-    size, tail = run_log.log_size(arguments.run)
+    size, tail = run_log.log_size(run)
     seconds = (times[-1] - times[0]) / 1e9 if times else 0.0
-    _print_lines(
-        [
-            f"{size} bytes in {len(segments)} segments, torn tail {tail.torn_bytes} bytes, "
-            f"{seconds:.3f} s from the first event to the last",
-            *_format_counts("events", events),
-            *_format_counts("decisions", decisions),
-        ]
-    )
-    return 0
+    return [
+        f"{size} bytes in {len(segments)} segments, torn tail {tail.torn_bytes} bytes, "
+        f"{seconds:.3f} s from the first event to the last",
+        *_format_counts("events", events),
+        *_format_counts("decisions", decisions),
+    ]
 
 
 def _format_counts(title: str, counts: Counter[str]) -> list[str]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from laminar.analysis.log.run_log import replay_log
-from laminar.analysis.report.summary import RunReplay, summarize_replay
+from laminar.analysis.report.figures import RunFigures
+from laminar.analysis.report.summary import summarize_figures
 from laminar.cli.ps import format_table
 from laminar.config import ConfigError
 from laminar.coordinator.restarts import GiveUp
@@ -130,10 +131,10 @@ def _follow_run(run_dir: Path) -> int:
 def _format_end(run_dir: Path) -> list[str]:
     """Return the last lines, as in `laminar train`; a killed run has no recorded reason."""
     try:
-        run = RunReplay(run_dir)
+        run = RunFigures(run_dir)
     except ConfigError as error:
         return [f"no process of the run is alive, and it has no summary: {error}"]
     over = GiveUp(run.state.run.exit_code, run.state.run.failed)
     if run.state.run.phase != Phase.ENDED:
         over = GiveUp.after_failure(FailureKind.CRASHED, COORDINATOR, "all its processes are gone")
-    return summary_lines(summarize_replay(run), run_dir, over)
+    return summary_lines(summarize_figures(run), run_dir, over)

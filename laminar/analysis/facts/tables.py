@@ -1,7 +1,8 @@
 """Tables of facts about a run: their columns, and the meaning of each.
 
 Reads   nothing
-Gives   TABLES, by name; Table and Column; FACTS_VERSION; describe_tables: lines for a terminal
+Gives   TABLES, by name; RUN_TABLE, of SQL only; Table and Column; FACTS_VERSION; describe_tables:
+        lines for a terminal
 
 The facts follow from the event log alone, by one replay (collector.py). `laminar log sql` queries
 them, and every command that analyzes a run reads them. Times are seconds since the first event of
@@ -17,7 +18,7 @@ from typing import Literal, NamedTuple
 FACTS_VERSION = 1
 """Version of these tables and of their derivation: facts of another version are built again."""
 
-Kind = Literal["int", "float", "text", "bool", "texts"]
+Kind = Literal["int", "float", "text", "bool", "texts", "timestamp"]
 
 
 class Column(NamedTuple):
@@ -372,11 +373,23 @@ _ALL = (
     ),
 )
 TABLES = {table.name: table for table in _ALL}
+RUN_TABLE = _declare_table(
+    "run",
+    "the runs of a query; with several, every table has the column `run`",
+    """
+    run text name
+    directory text path
+    started timestamp first event, UTC
+    seconds float from the first event to the last
+    events int number of the last event
+    begins_at int event after which the facts begin; 0: they are of the whole run
+    """,
+)
 
 
 def describe_tables() -> Iterator[str]:
     """Yield a line per table and column, for `laminar log sql` without a query."""
-    for table in TABLES.values():
+    for table in (*TABLES.values(), RUN_TABLE):
         yield f"{table.name}: {table.text}"
         for column in table.columns:
-            yield f"  {column.name:<20} {column.kind:<6} {column.text}"
+            yield f"  {column.name:<20} {column.kind:<9} {column.text}"

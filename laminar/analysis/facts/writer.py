@@ -22,6 +22,7 @@ KINDS = {
     "text": pa.string(),
     "bool": pa.bool_(),
     "texts": pa.list_(pa.string()),
+    "timestamp": pa.timestamp("us"),
 }
 CALLS = "tool_calls"  #: read from the store where it is needed, since it goes on to change
 SCHEMAS = {
