@@ -94,6 +94,8 @@ class Placement:
     prompt_tokens: int | None = None
     left: Moment | None = None
     left_how: str = ""  #: finished, turn, lost, released or ended
+    moved_because: str = ""  #: why it followed a lost or released one
+    moved_from: str = ""  #: source of its weights, if the replica had to load them
     recorded: bool = False  #: whether the facts have it
     #: versions loaded in flight, with which it continued there
     updates: list[tuple[Moment, int]] = field(default_factory=list)

@@ -53,15 +53,14 @@ class TrajectoryFacts:
     def __init__(self, add: Add, clock: EventClock, lives: HistoryTracker) -> None:
         self._add, self._clock, self._lives = add, clock, lives
         self._moves = MoveReasons(lives)
-        self._why: dict[tuple[TrajectoryId, int], tuple[str, str]] = {}
         self._complete: dict[GroupId, Moment] = {}
         self._mixed: set[GroupId] = set()
 
     def record(self, at: Happening) -> None:
         self._moves.watch(at)
         for what, life in at.changes:
-            if what == Stage.DISPATCHED and (found := self._moves.explain(life, at)):
-                self._why[life.trajectory_id, life.placement.number] = found
+            if what == Stage.DISPATCHED:
+                self._moves.explain(life, at)
             elif what == Stage.UPDATED:
                 self._add_update(life, at)
             elif what == Stage.ENDED:
@@ -126,7 +125,6 @@ class TrajectoryFacts:
                 self._add("placements", self._placement_row(life, placement))
 
     def _placement_row(self, life: TrajectoryHistory, p: Placement) -> Row:
-        why, source = self._why.pop((life.trajectory_id, p.number), (None, None))
         return (
             *(life.trajectory_id, p.number, life.purpose, p.replica, p.version, p.step, p.attempt),
             p.turn,
@@ -134,7 +132,7 @@ class TrajectoryFacts:
             *self._clock.place(p.started),
             *(p.tokens_resumed, p.prompt_tokens),
             *self._clock.place(p.left),
-            *(p.left_how or None, why, source),
+            *(p.left_how or None, p.moved_because or None, p.moved_from or None),
         )
 
     def _trajectory_row(self, life: TrajectoryHistory) -> Row:
@@ -199,10 +197,10 @@ class MoveReasons:
         elif timer.startswith(_RESUME):
             self._waited.add(TrajectoryId(timer.removeprefix(_RESUME)))
 
-    def explain(self, life: TrajectoryHistory, at: Happening) -> tuple[str, str] | None:
-        """Return why this placement followed, and the source of its weights; None: not a move."""
+    def explain(self, life: TrajectoryHistory, at: Happening) -> None:
+        """Note why the latest placement followed, if it is a move, and whence its weights came."""
         if len(life.placements) < 2:
-            return None
+            return
         before, after = life.placements[-2:]
         waited = life.trajectory_id in self._waited
         restarted = life.trajectory_id in self._restarted or (
@@ -211,12 +209,12 @@ class MoveReasons:
         self._waited.discard(life.trajectory_id)
         self._restarted.discard(life.trajectory_id)
         if before.left is None or before.left_how not in ("lost", "released"):
-            return None
-        source = ""
+            return
         if after.attempt == before.attempt:
             version, seq, text = self._sources.get(after.replica, (-1, -1, ""))
-            source = text if version == after.version and seq >= before.left.seq else ""
-        return _word_reason(before, after, restarted, waited, at.state), source
+            if version == after.version and seq >= before.left.seq:
+                after.moved_from = text
+        after.moved_because = _word_reason(before, after, restarted, waited, at.state)
 
 
 _RESUME = keys.resume_timer(TrajectoryId(""))
