@@ -201,11 +201,12 @@ def run_why(arguments: argparse.Namespace) -> int:
 def run_trace(arguments: argparse.Namespace) -> int:
     """Write the trace; print its path and how to open it."""
     from laminar.analysis.export.perfetto import write_trace
+    from laminar.analysis.facts.reader import load_facts
 
     path = arguments.output or arguments.run / TRACE_FILE
     _note_emulated(arguments.run)
     _note_cut("timelines", cut_timelines(arguments.run))
-    count = write_trace(arguments.run, path)
+    count = write_trace(load_facts(arguments.run, show_progress(arguments.run)), path)
     _print_lines([f"{count} trace events in {path}: open it at https://ui.perfetto.dev"])
     return 0
 

@@ -130,7 +130,7 @@ def test_why_a_replica_was_left_and_when_it_was_emptied(packed: tuple[Path, Log]
 
 def test_the_moves_of_a_trace_are_arrows(packed: tuple[Path, Log], tmp_path: Path) -> None:
     run_dir, log = packed
-    write_trace(run_dir, tmp_path / "trace.json")
+    write_trace(load_facts(run_dir), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     moves = page_data(run_dir, None).summary["repack"]["moves"]
     arrows = Counter(e["ph"] for e in events if e.get("name") == "repack")

@@ -98,7 +98,8 @@ def test_what_is_gone_is_no_idle_time_of_the_trainer(tmp_path: Path) -> None:
 def test_a_trace_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("laminar.cli.log.write_trace", lambda run_dir, path: 0)
+    monkeypatch.setattr("laminar.analysis.export.perfetto.write_trace", lambda facts, path: 0)
+    monkeypatch.setattr("laminar.analysis.facts.reader.load_facts", lambda run, progress: None)
     file = GrowingFile(tmp_path, "timeline/trainer-0.jsonl", in_parts=True)
     for number in range(100):
         file.write([span(number)])

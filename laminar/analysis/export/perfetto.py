@@ -1,116 +1,83 @@
 """Export of a run as a trace for ui.perfetto.dev and chrome://tracing.
 
-Reads   the event log of a run directory, by replay; timeline/, the processes' own records
-Writes  one JSON file, as a stream, renamed once it is complete
+Reads   the facts of a run; timeline/, the processes' own records
+Writes  one JSON file, renamed once it is complete
 Raises  ConfigError for a file that cannot be written
 
 Trajectories lie on the slots of their replica, versions on the relay, steps and publishes on the
 trainer, phases, evaluations and lost work on the coordinator. Both ends of an arrow belong to one
 event: a publish leads from the trainer's work to the version, a pull from the version to the
-replica, a move (repack: work given away) from one placement to the next. Spans open at the end of
-the log are closed there.
+replica, a move (repack: work given away) from one placement to the next.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
+from collections import defaultdict
+from itertools import groupby, pairwise, zip_longest
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import msgspec
-
-from laminar.analysis.export.perfetto_tracks import FLAGS, Span, Tracks
-from laminar.analysis.facts.trajectory_history import (
-    Change,
-    EventClock,
-    HistoryTracker,
-    Moment,
-    Placement,
-    Stage,
-    TrajectoryHistory,
-)
+from laminar.analysis.export.perfetto_tracks import Span, Time, Trace
+from laminar.analysis.facts.idle_reasons import DOWN, PULLING
+from laminar.analysis.facts.reader import Facts
+from laminar.analysis.facts.replica_facts import BUSY
 from laminar.analysis.log.display import step_number
-from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.log.timeline import read_spans
-from laminar.analysis.report.repack_book import was_given_away
-from laminar.analysis.why.idle_spells import DOWN, PULLING, IdleTracker
 from laminar.config import ConfigError
-from laminar.core.state.keys import CommandKey
-from laminar.core.state.state import State
-from laminar.events import commands as cmd
-from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped, get_tag
+from laminar.events.base import COORDINATOR
 from laminar.run.renames import get_temp_path, rename
 
-PHASE, EVALUATION, LOST_WORK, WORK, PUBLISHING = (
-    "phase", "evaluation", "lost work", "work", "publishing",
-)  # fmt: skip
-VERSION, PULL, REFUSED, MIGRATION, SLOT, REWARD, OWN = (
-    "version", "pull", "refused", "migration", "slot", "reward", "own record",
-)  # fmt: skip
 KINDS = (
-    PHASE, EVALUATION, LOST_WORK, FLAGS, WORK, PUBLISHING,
+    PHASE, EVALUATION, LOST_WORK, FLAGS, DOING, PUBLISHING,
     VERSION, PULL, REFUSED, MIGRATION, SLOT, REWARD, OWN,
+) = (
+    "phase", "evaluation", "lost work", "happenings", "work", "publishing",
+    "version", "pull", "refused", "migration", "slot", "reward", "own record",
 )  # fmt: skip
 """Tracks of a process, from top to bottom."""
 
 ROLES = (COORDINATOR, "trainer", "relay", "rollout", "store", "node")  #: first, in this order
 
-#: Rare events that explain others.
-NOTABLE_EVENTS = (
-    ev.CoordinatorStarted,
-    ev.TimerFired,
-    ev.HeartbeatLost,
-    ev.NodeSilent,
-    ev.NodeRecovered,
-    ev.DrainRequested,
-    ev.BatchProposed,
-    ev.ActorJoined,
-    ev.ActorLeft,
-    ev.ActorFailed,
-    ev.ProcessExited,
-    ev.PublishSkipped,
-    ev.TransferProblem,
-    ev.WeightsRejected,
-    ev.VersionMissing,
-    ev.TrajectoryFailed,
-)
-#: Events and commands that only begin or end trajectories.
-FREQUENT_EVENTS = (
-    ev.TokenProgress,
-    ev.TrajectoryStarted,
-    ev.TrajectoryFinished,
-    ev.TrajectoryRewarded,
-)
+NOTABLE_EVENTS = {
+    "coordinator-started", "timer-fired", "heartbeat-lost", "node-silent", "node-recovered",
+    "drain-requested", "batch-proposed", "actor-joined", "actor-left", "actor-failed",
+    "process-exited", "publish-skipped", "transfer-problem", "weights-rejected",
+    "version-missing", "trajectory-failed",
+}  # fmt: skip
+"""Rare events that explain others."""
+
+PUBLISHED, SKIPPED, MADE = "weights-published", "publish-skipped", "step-completed"
+WORK = {"train-step": MADE, "publish-weights": PUBLISHED, "export-model": "model-exported"}
+"""Orders to the trainer, with the reports that end them."""
+
+Row = dict[str, Any]
+Reports = dict[tuple[str, int], list[Row]]
+"""Reports about weights, by type and version."""
 
 
-def write_trace(run_dir: Path, path: Path) -> int:
-    """Replay the run into a trace file; return the number of trace events."""
+def write_trace(facts: Facts, path: Path) -> int:
+    """Write the trace of a run; return the number of its events."""
+    trace, count = _draw_run(facts), 0
     new = get_temp_path(path)
     try:
         with open(new, "w") as file:
-            count = _write(run_dir, file)
+
+            def emit(event: Row) -> None:
+                nonlocal count
+                file.write(",\n" if count else '{"displayTimeUnit":"ms","traceEvents":[\n')
+                file.write(json.dumps(event, separators=(",", ":")))
+                count += 1
+
+            trace.write_events(emit, Time(facts.events, facts.seconds))
+            file.write("\n]}\n")
         rename(new, path, durable=False)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
     finally:
         new.unlink(missing_ok=True)
-    return count
-
-
-def _write(run_dir: Path, file: TextIO) -> int:
-    count = 0
-
-    def emit(event: dict[str, Any]) -> None:
-        nonlocal count
-        file.write(",\n" if count else '{"displayTimeUnit":"ms","traceEvents":[\n')
-        file.write(json.dumps(event, separators=(",", ":")))
-        count += 1
-
-    trace = TraceWriter(Tracks(emit, KINDS, _rank_process))
-    replay_log(run_dir, trace)
-    trace.finish(run_dir)
-    file.write("\n]}\n")
     return count
 
 
@@ -122,297 +89,204 @@ def _rank_process(process: str) -> int:
     return (order << 40) + (int(machine or 0) << 20) + (int(number) if role else 0)
 
 
-class TraceWriter:
-    """Replay observer that writes the trace; call `finish` at the end."""
+def _draw_run(facts: Facts) -> Trace:
+    trace = Trace(KINDS, _rank_process)
+    _draw_placements(facts, trace)
+    _draw_rewards(facts, trace)
+    _draw_weights(facts, trace)
+    _draw_replicas(facts, trace)
+    _draw_coordinator(facts, trace)
+    for row in facts.rows("events", type=NOTABLE_EVENTS):
+        flag = {"ph": "i", "s": "t", "name": row["type"], "args": _select_fields(row)}
+        trace.add_point(row["sender"], FLAGS, _get_time(row, "time"), flag)
+    for name in dict.fromkeys(row["process"] for row in facts.rows("processes", ["process"])):
+        for span in sorted(read_spans(facts.run_dir, name), key=lambda found: found.start_ns):
+            begin = Time(facts.events, (span.start_ns - facts.header.first_ns) / 1e9)
+            length = {"name": span.state, "cat": OWN, "dur": (span.end_ns - span.start_ns) / 1e3}
+            if span.state != "waiting":
+                trace.add_point(name, OWN, begin, {"ph": "X"} | length)
+    return trace
 
-    def __init__(self, tracks: Tracks) -> None:
-        self._tracks = tracks
-        self._moments, self._lives, self._idleness = EventClock(), HistoryTracker(), IdleTracker()
-        self._actors: dict[str, None] = {}
-        self._phase = ""
-        self._evaluation: Span | None = None
-        self._held: dict[str, list[int]] = {}  #: versions by relay
-        self._orders: dict[Span, CommandKey] = {}  #: open work and pulls, by key of the command
-        self._publishing: dict[int, Span] = {}  #: by version
-        self._scoring: dict[str, Span] = {}  #: by trajectory
-        self._refused: dict[str, str] = {}  #: reason by replica
-        self._engines = EngineTracks(tracks)
 
-    def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
-        now, event = self._moments.locate_event(stamped), stamped.event
-        us = self._to_us(now.unix_ns)
-        if isinstance(event, NOTABLE_EVENTS):
-            self._actors.setdefault(stamped.peer)
-            self._tracks.add_instant(
-                stamped.peer, us, get_tag(event), event=now.seq, **_select_fields(event)
+def _draw_placements(facts: Facts, trace: Trace) -> None:
+    """Draw each stay on a slot, and the way of lost work to its next place."""
+    turns = {(row["trajectory"], row["finished_event"]): row for row in facts.rows("turns")}
+    updates = defaultdict[tuple[str, int], list[Row]](list)
+    for row in facts.rows("updates"):
+        updates[row["trajectory"], row["placement"]].append(row)
+    stays = defaultdict[str, list[tuple[Row, Span]]](list)
+    for row in facts.rows("placements"):
+        name = row["trajectory"]
+        args = {key: row[key] for key in ("purpose", "version", "placement", "attempt")}
+        times = _get_time(row, "dispatched"), _find_time(row, "left_at")
+        span = trace.add_span(row["replica"], SLOT, name, *times, **args)
+        span.end_args = {"how": row["left_how"]}
+        if turn := turns.get((name, row["left_at_event"])):
+            span.end_args |= {key: turn[key] for key in ("tokens", "finish_reason")}
+        if started := _find_time(row, "started"):
+            resumed = row["tokens_resumed"]
+            trace.add_inner(span, started, "generating", tokens_resumed=resumed)
+        for update in updates[name, row["placement"]]:
+            text = f"continues with v{update['version']}"
+            trace.add_inner(span, _get_time(update, "loaded"), text)
+        stays[name].append((row, span))
+    ends = {row["trajectory"]: row for row in facts.rows("trajectories")}
+    for name, found in stays.items():
+        found.sort(key=lambda stay: stay[1].begin)
+        for (row, before), (_, after) in pairwise([*found, (found[-1][0], None)]):
+            if row["left_how"] in ("lost", "released"):
+                _draw_move(trace, row, before, after, ends.get(name, {}))
+
+
+def _draw_move(trace: Trace, row: Row, before: Span, after: Span | None, end: Row) -> None:
+    """Draw an arrow, or lost work that waits for its next place with an arrow at both ends."""
+    assert before.end is not None
+    if after is not None and after.begin.event == before.end.event:
+        released = row["left_how"] == "released"
+        return trace.add_arrow("repack" if released else "move", after.begin, before, after)
+    until = after.begin if after is not None else _find_time(end, "ending")
+    lost = trace.add_span(COORDINATOR, LOST_WORK, row["trajectory"], before.end, until)
+    trace.add_arrow("move", before.end, before, lost)
+    if after is not None:
+        trace.add_arrow("move", after.begin, lost, after)
+
+
+def _draw_rewards(facts: Facts, trace: Trace) -> None:
+    for row in facts.rows("trajectories"):
+        if begin := _find_time(row, "scoring"):
+            ends = [_find_time(row, name) for name in ("rewarded", "ending")]
+            end = next((t for t in ends if t is not None and t >= begin), None)
+            span = trace.add_span(row["scorer"], REWARD, row["trajectory"], begin, end)
+            span.end_args = {"reward": row["reward"]}
+
+
+def _draw_weights(facts: Facts, trace: Trace) -> None:
+    """Draw the trainer's work, versions on relays, and pulls, with the arrows between them."""
+    reports = defaultdict[tuple[str, int], list[Row]](list)
+    for row in facts.rows("events", type={*WORK.values(), SKIPPED}):
+        reports[row["type"], json.loads(row["fields"])["version"]].append(row)
+    work, publishing = _draw_orders(facts, trace, reports), _draw_publishes(trace, reports)
+    begins = [span.begin.event for span in work]
+    held = defaultdict[int, list[Span]](list)
+    for row in sorted(facts.rows("holdings"), key=lambda row: row["began_event"]):
+        version, begin = row["version"], _get_time(row, "began")
+        span = trace.add_span(row["relay"], VERSION, f"v{version}", begin, _find_time(row, "ended"))
+        sources, name = held[version], "broadcast"
+        if begin.event in [row["event"] for row in reports.get((PUBLISHED, version), ())]:
+            sources, name = work[: bisect_right(begins, begin.event)][-4:], "publish"
+            sources += [publishing[version]] if version in publishing else []
+        for source in [s for s in sources if s.is_open(begin.event)][-1:]:
+            trace.add_arrow(name, begin, source, span)
+        held[version].append(span)
+    nodes = {row["process"]: row["node"] for row in facts.rows("processes")}
+    for row in facts.rows("loads"):
+        name = f"pull v{row['version']}" + ("" if row["exact"] else " or newer")
+        begin, args = _get_time(row, "ordered"), {k: row[k] for k in ("purpose", "source")}
+        span = trace.add_span(row["replica"], PULL, name, begin, _find_time(row, "ended"), **args)
+        span.end_args = {"ended_by": row["outcome"]}
+        near = [s for s in held[row["version"]] if nodes[s.process] == nodes[row["replica"]]]
+        for source in [s for s in near if s.is_open(begin.event) and not row["source"]]:
+            trace.add_arrow("pull", begin, source, span)
+
+
+def _draw_orders(facts: Facts, trace: Trace, reports: Reports) -> list[Span]:
+    """Draw the trainer's orders until their report, the next order or the end of the trainer."""
+    lives = [(row["process"], _find_time(row, "ended")) for row in facts.rows("processes")]
+    work = []
+    for kind, report in WORK.items():
+        orders = facts.rows("decisions", type=kind)
+        for row, following in zip_longest(orders, orders[1:], fillvalue={}):
+            fields, begin, receiver = (
+                json.loads(row["fields"]),
+                _get_time(row, "time"),
+                row["receiver"],
             )
-        for change in self._lives.record_event(now, event, commands, state):
-            self._trace_change(change, now, us, was_given_away(stamped))
-        self._engines.record_event(stamped, us, commands, state)
-        if not isinstance(event, FREQUENT_EVENTS) or commands:
-            self._trace_work(stamped, us, commands, state)
-            self._trace_coordinator(now, us, state)
-        self._trace_refusals(stamped, now, us, state)
-
-    def finish(self, run_dir: Path) -> None:
-        """Close open spans, and add those that the processes recorded."""
-        self._tracks.close_all(self._to_us(self._moments.now.unix_ns), open_at_the_end=True)
-        for name in self._actors:
-            spans = [s for s in read_spans(run_dir, name) if s.state != "waiting"]
-            for span in sorted(spans, key=lambda s: s.start_ns):
-                length_us = (span.end_ns - span.start_ns) / 1e3
-                self._tracks.add_span(name, OWN, self._to_us(span.start_ns), length_us, span.state)
-
-    def _to_us(self, unix_ns: int) -> float:
-        return (unix_ns - self._moments.first_ns) / 1e3
-
-    # --- trajectories ---------------------------------------------------------------------------
-
-    def _trace_change(self, change: Change, now: Moment, us: float, given: bool) -> None:
-        what, life = change
-        slot = _slot_span(life, life.placement)
-        if what == Stage.DISPATCHED:
-            self._trace_dispatch(life, now, us, given)
-        elif what == Stage.STARTED:
-            resumed = life.placement.tokens_resumed
-            self._tracks.begin_inner(slot, us, "generating", event=now.seq, tokens_resumed=resumed)
-        elif what == Stage.UPDATED:
-            _, version = life.placement.updates[-1]
-            self._tracks.begin_inner(slot, us, f"continues with v{version}", event=now.seq)
-        elif what == Stage.FINISHED:
-            facts = {"tokens": life.num_tokens, "finish_reason": life.finish_reason}
-            self._tracks.end_span(slot, us, event=now.seq, **facts)
-        elif what == Stage.LOST:
-            self._trace_loss(life, now, us)
-        elif what == Stage.SCORING:
-            self._end_scoring(life, us, scored_elsewhere=True)
-            span = self._scoring[life.trajectory_id] = (life.scorer, REWARD, life.trajectory_id)
-            self._tracks.begin_span(span, us, life.trajectory_id, event=now.seq)
-        elif what == Stage.REWARDED:
-            self._end_scoring(life, us, event=now.seq, reward=life.reward)
-        elif what == Stage.ENDING:
-            facts = {"end": life.end, "reason": life.end_reason}
-            self._tracks.end_span(slot, us, event=now.seq, **facts)
-            self._tracks.end_span(_lost_span(life), us, event=now.seq, **facts)
-            self._end_scoring(life, us, event=now.seq, **facts)
-
-    def _trace_dispatch(self, life: TrajectoryHistory, now: Moment, us: float, given: bool) -> None:
-        placement = life.placement
-        span, lost = _slot_span(life, placement), _lost_span(life)
-        facts = {
-            "event": now.seq,
-            "purpose": life.purpose,
-            "version": placement.version,
-            "placement": placement.number,
-            "attempt": placement.attempt,
-        }
-        self._tracks.begin_span(span, us, life.trajectory_id, **facts)
-        if placement.number > 1 and lost in self._tracks:
-            self._tracks.add_arrow("move", us, lost, span)
-            self._tracks.end_span(lost, us, event=now.seq)
-        elif placement.number > 1:  # lost and placed by the same event
-            before = _slot_span(life, life.placements[-2])
-            self._tracks.add_arrow("repack" if given else "move", us, before, span)
-            how = {"given_away": True} if given else {"lost": True}
-            self._tracks.end_span(before, us, event=now.seq, **how)
-
-    def _trace_loss(self, life: TrajectoryHistory, now: Moment, us: float) -> None:
-        """Link the old placement to a lost-work span, which lasts until the next placement."""
-        if life.placement.dispatched == now:
-            return  # placed again by the same event: the next change draws both
-        before, lost = _slot_span(life, life.placement), _lost_span(life)
-        self._tracks.begin_span(lost, us, life.trajectory_id, event=now.seq)
-        self._tracks.add_arrow("move", us, before, lost)
-        self._tracks.end_span(before, us, event=now.seq, lost=True)
-
-    def _end_scoring(self, life: TrajectoryHistory, us: float, **facts: Any) -> None:
-        if span := self._scoring.pop(life.trajectory_id, None):
-            self._tracks.end_span(span, us, **facts)
-
-    # --- the trainer's work, weights --------------------------------------------------------------
-
-    def _trace_work(
-        self, stamped: Stamped, us: float, commands: list[Command], state: State
-    ) -> None:
-        self._trace_versions(stamped, us, state)
-        for span, key in list(self._orders.items()):
-            outstanding = state.orders.commands.get(key)
-            if outstanding is None or outstanding.cause == stamped.seq:
-                del self._orders[span]
-                self._tracks.end_span(span, us, event=stamped.seq, ended_by=get_tag(stamped.event))
-        for command in commands:
-            self._trace_order(command, stamped.seq, us, state)
-        event = stamped.event
-        if isinstance(event, ev.StepCompleted | ev.ModelExported):
-            self._trace_publish(stamped.peer, event.version, us, state)
-
-    def _trace_order(self, command: Command, seq: int, us: float, state: State) -> None:
-        if isinstance(command, cmd.TrainStep):
-            size = len(command.trajectories)
-            facts = {"version": command.version, "trajectories": size}
-            self._begin_order(
-                (command.to, WORK, "train"),
-                seq,
-                us,
-                f"step {step_number(command.step_index)}",
-                facts,
-            )
-        elif isinstance(command, cmd.PublishWeights | cmd.ExportModel):
-            key = "publish" if isinstance(command, cmd.PublishWeights) else "export"
-            facts = {"version": command.version, "step": command.step}
-            name = f"{key} v{command.version}"
-            self._begin_order((command.to, WORK, key), seq, us, name, facts)
-        elif isinstance(command, cmd.PullWeights):
-            span: Span = (command.to, PULL, f"pull:{command.to}")
-            name = f"pull v{command.version}" + ("" if command.exact else " or newer")
-            source = {"purpose": command.purpose, "checkpoint": command.checkpoint}
-            if command.holder:
-                source["holder"] = command.holder
-            self._begin_order(span, seq, us, name, source)
-            version = state.members.replicas[command.to].relay, VERSION, str(command.version)
-            if not (command.checkpoint or command.holder) and version in self._tracks:
-                self._tracks.add_arrow("pull", us, version, span)
-
-    def _begin_order(
-        self, span: Span, seq: int, us: float, name: str, facts: dict[str, Any]
-    ) -> None:
-        """Open a span whose key is the key of the command in the state."""
-        self._orders[span] = CommandKey(span[2])
-        self._tracks.begin_span(span, us, name, event=seq, **facts)
-
-    def _trace_publish(self, trainer: str, version: int, us: float, state: State) -> None:
-        """Open a span for weights that are handed over but not yet a version of the relay."""
-        known = version <= state.versions.newest or version == state.versions.owed
-        if not known and version not in self._publishing:  # else it was reported already
-            span = self._publishing[version] = (trainer, PUBLISHING, str(version))
-            self._tracks.begin_span(span, us, f"publish v{version}", event=state.seq)
-
-    def _trace_versions(self, stamped: Stamped, us: float, state: State) -> None:
-        gone = [name for name in self._held if name not in state.members.relays]
-        for name in [*gone, *state.members.relays]:
-            before = self._held.get(name, [])
-            held = state.members.relays[name].held if name in state.members.relays else []
-            if held != before:
-                self._held[name] = held
-                self._trace_held(name, before, held, us, state)
-        for name in gone:
-            del self._held[name]
-        for version in [v for v in self._publishing if v <= state.versions.newest]:
-            self._tracks.end_span(self._publishing.pop(version), us, event=stamped.seq)
-
-    def _trace_held(
-        self, relay: str, before: list[int], held: list[int], us: float, state: State
-    ) -> None:
-        """Trace the versions that a relay evicted and received since the last call."""
-        for version in [v for v in before if v not in held]:
-            self._tracks.end_span((relay, VERSION, str(version)), us, event=state.seq)
-        for version in [v for v in held if v not in before]:
-            span = relay, VERSION, str(version)
-            self._tracks.begin_span(span, us, f"v{version}", event=state.seq)
-            place = state.members.relay_chain.index(relay)
-            if not place:
-                self._link_publish(version, span, us)
-            elif version in self._held.get(state.members.relay_chain[place - 1], ()):
-                source = state.members.relay_chain[place - 1], VERSION, str(version)
-                self._tracks.add_arrow("broadcast", us, source, span)
-
-    def _link_publish(self, version: int, span: Span, us: float) -> None:
-        """Draw the arrow to a version from its publish, or else from work not reported yet."""
-        work = [s for s in self._orders if s[1] == WORK]
-        source = self._publishing.get(version) or next(iter(work), None)
-        if source is not None:
-            self._tracks.add_arrow("publish", us, source, span)
-
-    # --- the coordinator, and what it refuses -----------------------------------------------------
-
-    def _trace_coordinator(self, now: Moment, us: float, state: State) -> None:
-        run = state.run
-        if run.phase != self._phase:
-            self._tracks.end_span((COORDINATOR, PHASE, self._phase), us, event=now.seq)
-            self._phase = run.phase
-            self._tracks.begin_span((COORDINATOR, PHASE, self._phase), us, run.phase, event=now.seq)
-        running = state.evaluations.running
-        span = (COORDINATOR, EVALUATION, str(running.index)) if running is not None else None
-        if span == self._evaluation:
-            return
-        if self._evaluation is not None:
-            found = {str(e.index): f"{e.correct}/{e.total}" for e in state.evaluations.results}
-            result = found.get(self._evaluation[2], "")
-            self._tracks.end_span(self._evaluation, us, event=now.seq, correct=result)
-        if span is not None and running is not None:
-            name = f"evaluation {running.index} of v{running.version}"
-            self._tracks.begin_span(span, us, name, event=now.seq, step=running.step)
-        self._evaluation = span
-
-    def _trace_refusals(self, stamped: Stamped, now: Moment, us: float, state: State) -> None:
-        """Trace idle time by reason; pulls have separate spans."""
-        for idle in self._idleness.record_event(now, stamped, state):
-            self._end_refusal(idle.replica, now, us)
-        for name, idle in self._idleness.open.items():
-            spell = idle.spells[-1]
-            if self._refused.get(name) == spell.reason:
-                continue
-            self._end_refusal(name, now, us)
-            self._refused[name] = spell.reason
-            if spell.reason not in (PULLING, DOWN):
-                span = (name, REFUSED, spell.reason)
-                self._tracks.begin_span(span, us, spell.reason, event=now.seq, detail=spell.detail)
-
-    def _end_refusal(self, name: str, now: Moment, us: float) -> None:
-        if reason := self._refused.pop(name, ""):
-            self._tracks.end_span((name, REFUSED, reason), us, event=now.seq)
+            version, name = fields["version"], f"{kind.partition('-')[0]} v{fields['version']}"
+            if kind == "train-step":
+                name = f"step {step_number(fields['step'])}"
+            ends = [
+                _find_time(found, "time")
+                for found in (*reports.get((report, version), ()), following)
+            ]
+            ends += [time for process, time in lives if process == receiver]
+            end = min((time for time in ends if time and time > begin), default=None)
+            work.append(trace.add_span(receiver, DOING, name, begin, end, version=version))
+    return sorted(work, key=lambda span: span.begin)
 
 
-def _slot_span(life: TrajectoryHistory, placement: Placement) -> Span:
-    return placement.replica, SLOT, f"{life.trajectory_id}@{placement.number}"
+def _draw_publishes(trace: Trace, reports: Reports) -> dict[int, Span]:
+    """Draw publishes that outlast the trainer's work, by version."""
+    firsts = {key: _get_time(rows[0], "time") for key, rows in reports.items()}
+    published = {version: time for (kind, version), time in firsts.items() if kind == PUBLISHED}
+    drawn = {}
+    for (kind, version), begin in firsts.items():
+        if kind in (PUBLISHED, SKIPPED) or (SKIPPED, version) in firsts:
+            continue
+        later = (time for other, time in published.items() if other > version)
+        end = published.get(version) or min(later, default=None)
+        if end is None or end > begin:
+            sender = reports[kind, version][0]["sender"]
+            drawn[version] = trace.add_span(sender, PUBLISHING, f"publish v{version}", begin, end)
+    return drawn
 
 
-def _lost_span(life: TrajectoryHistory) -> Span:
-    return COORDINATOR, LOST_WORK, life.trajectory_id
+def _draw_replicas(facts: Facts, trace: Trace) -> None:
+    """Draw the reasons of idle replicas, their migrations and gauges."""
+    states = sorted(facts.rows("replica_states"), key=itemgetter("replica", "began_event"))
+    for (replica, state), found in groupby(states, key=itemgetter("replica", "state")):
+        if state not in (BUSY, PULLING, DOWN):
+            parts = list(found)
+            times = _get_time(parts[0], "began"), _find_time(parts[-1], "ended")
+            trace.add_span(replica, REFUSED, state, *times, detail=parts[0]["detail"])
+    for row in facts.rows("migrations"):
+        name = f"gives {row['given']} to {row['destination']}"
+        times = _get_time(row, "ordered"), _find_time(row, "freed") or _find_time(row, "done")
+        trace.add_span(row["source"], MIGRATION, name, *times)
+    latest: dict[str, tuple[int, ...]] = {}
+    for row in facts.rows("gauges"):
+        replica, at = row["replica"], _get_time(row, "reported")
+        figures = row["kv_used"], row["running"], row["waiting"]
+        if latest.get(replica) != figures:
+            latest[replica] = figures
+            sequences = {key: row[key] for key in ("running", "waiting")}
+            for name, args in (("cache", {"tokens": row["kv_used"]}), ("sequences", sequences)):
+                trace.add_point(replica, FLAGS, at, {"ph": "C", "name": name, "args": args})
 
 
-def _select_fields(event: Event) -> dict[str, Any]:
-    """Return the short fields; the configuration is in the log."""
-    fields: dict[str, Any] = msgspec.to_builtins(event)
+def _draw_coordinator(facts: Facts, trace: Trace) -> None:
+    """Draw phases and evaluations; an evaluation begins with its first sample."""
+    for row in facts.rows("conditions", actor=""):
+        phase = row["condition"].removeprefix("phase-")
+        if phase != row["condition"]:
+            times = _get_time(row, "began"), _find_time(row, "ended")
+            trace.add_span(COORDINATOR, PHASE, phase, *times)
+    done = {row["evaluation"]: row for row in facts.rows("evaluations")}
+    samples: dict[int, list[Row]] = {}
+    for row in facts.rows("trajectories", purpose="eval"):
+        samples.setdefault(int(row["trajectory"].partition(".")[0][1:]), []).append(row)
+    for number, rows in sorted(samples.items()):
+        result = done.get(number, {})
+        first = min(rows, key=lambda row: row["dispatched_event"])
+        version = result.get("version", first["version"])
+        name = f"evaluation {number} of v{version}"
+        end = _find_time(result, "done")
+        span = trace.add_span(COORDINATOR, EVALUATION, name, _get_time(first, "dispatched"), end)
+        if result:
+            span.end_args = {"correct": f"{result['correct']}/{result['total']}"}
+
+
+def _find_time(row: Row, name: str) -> Time | None:
+    """Return the time in a column, None if it has not come."""
+    return None if row.get(name) is None else _get_time(row, name)
+
+
+def _get_time(row: Row, name: str) -> Time:
+    return Time(row["event" if name == "time" else f"{name}_event"], row[name])
+
+
+def _select_fields(row: Row) -> Row:
+    """Return the short fields of an event; the configuration is in the log."""
+    fields: Row = json.loads(row["fields"])
     left_out = ("type", "config")
-    return {k: v for k, v in fields.items() if isinstance(v, str | int) and k not in left_out}
-
-
-class EngineTracks:
-    """Engine tracks of a trace: gauges as charts, migrations as spans.
-
-    A migration span lasts from the order to give everything away until all of it runs elsewhere.
-    """
-
-    def __init__(self, tracks: Tracks) -> None:
-        self._tracks = tracks
-        self._giving: dict[str, Span] = {}  #: by replica that gives its work away
-        self._figures: dict[str, tuple[int, ...]] = {}  #: latest figures by replica
-
-    def record_event(
-        self, stamped: Stamped, us: float, commands: list[Command], state: State
-    ) -> None:
-        """Record one event."""
-        if isinstance(stamped.event, ev.TokenProgress):
-            self._trace_gauges(stamped.peer, stamped.event, us)
-        for name in list(self._giving):
-            if name not in state.members.replicas or not state.members.replicas[name].outgoing:
-                self._tracks.end_span(self._giving.pop(name), us, event=stamped.seq)
-        for command in commands:
-            if isinstance(command, cmd.ReleaseTrajectories):
-                self._trace_release(command, stamped.seq, us, state)
-
-    def _trace_release(
-        self, command: cmd.ReleaseTrajectories, seq: int, us: float, state: State
-    ) -> None:
-        destination = state.repack.progress[command.items[0].trajectory_id].destination
-        span = self._giving[command.to] = (command.to, MIGRATION, MIGRATION)
-        self._tracks.begin_span(span, us, f"gives {len(command.items)} to {destination}", event=seq)
-
-    def _trace_gauges(self, replica: str, event: ev.TokenProgress, us: float) -> None:
-        figures = event.kv_used_tokens, event.running, event.waiting
-        if self._figures.get(replica) != figures:
-            self._figures[replica] = figures
-            self._tracks.add_counters(replica, us, "cache", tokens=event.kv_used_tokens)
-            running, waiting = event.running, event.waiting
-            self._tracks.add_counters(replica, us, "sequences", running=running, waiting=waiting)
+    short = {k: v for k, v in fields.items() if isinstance(v, str | int) and k not in left_out}
+    return {"event": row["event"]} | short

@@ -1,126 +1,126 @@
-"""Spans, arrows and flags in the trace-event format that Perfetto and Chrome read.
+"""Spans, arrows, flags and figures as a trace that Perfetto and Chrome read.
 
 Reads   nothing
-Gives   Tracks: every begin, end, arrow, flag and figure as a JSON object, passed to `emit` at once
+Gives   Trace: collects all of a run; write_events passes them to `emit`, in the order of the log
 
 A process of the trace is given by name; a thread is one lane of one kind of span, so that spans on
-a thread never overlap, and each end matches its begin. Times are microseconds and must not
-decrease.
+a thread never overlap. Within one event, spans end before others begin, except those that an arrow
+of this event leaves.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from msgspec import Struct
-
-Emit = Callable[[dict[str, Any]], None]
-Span = tuple[str, str, str]  #: (process, kind, key); the key is unique among open spans
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 LANES_PER_KIND = 10_000
-FLAGS = "happenings"  #: kind of the lane that carries flags
+END, BEGIN, INNER, ARROW, LATE_END = range(5)
+"""Order of the parts of one event."""
 
 
-class _OpenSpan(Struct):
-    """Span that has not ended."""
+class Time(NamedTuple):
+    """Event and its time in seconds."""
 
-    lane: int
-    depth: int = 1  #: 2 once its inner part has begun
+    event: int
+    seconds: float
 
 
-class Tracks:
-    """Tracks of a trace; `kinds` of lanes in display order, `rank` orders the processes."""
+@dataclass(slots=True, eq=False)
+class Span:
+    """Span on a lane of a process; `end` is None while it lasts."""
 
-    def __init__(self, emit: Emit, kinds: Sequence[str], rank: Callable[[str], int]) -> None:
-        self._emit, self._kinds, self._rank = emit, kinds, rank
+    process: str
+    kind: str
+    begin: Time
+    end: Time | None
+    end_args: dict[str, Any]
+    inner: int = 0  #: parts inside it, which end with it
+    late: bool = False  #: it ends after the arrows of its last event
+    lane: int = 0
+
+    def is_open(self, event: int) -> bool:
+        """Return whether it is open at this event, both ends included."""
+        return self.begin.event <= event and (self.end is None or event <= self.end.event)
+
+
+class Trace:
+    """Trace of a run; `kinds` of lanes in display order, `rank` orders the processes."""
+
+    def __init__(self, kinds: Sequence[str], rank: Callable[[str], int]) -> None:
+        self._kinds, self._rank = kinds, rank
+        self._parts: list[tuple[int, int, float, Span, dict[str, Any]]] = []
+        self._spans: list[Span] = []
         self._pids: dict[str, int] = {}
-        self._named: set[tuple[int, int]] = set()  #: threads
-        self._free: dict[tuple[str, str], list[int]] = {}  #: used lanes that are free
-        self._used: dict[tuple[str, str], int] = {}  #: number of lanes used so far
-        self._open: dict[Span, _OpenSpan] = {}
-        self._arrows = 0
+        self._threads: set[tuple[int, int]] = set()
+        self._free = defaultdict[tuple[str, str], list[int]](list)  #: used lanes that are free
+        self._used = defaultdict[tuple[str, str], int](int)  #: number of lanes used so far
 
-    def __contains__(self, span: Span) -> bool:
-        """Return whether the span is open."""
-        return span in self._open
+    def add_span(
+        self, process: str, kind: str, name: str, begin: Time, end: Time | None, /, **args: Any
+    ) -> Span:
+        """Add a span; `end_args` and inner parts may follow."""
+        made = Span(process, kind, begin, end, {}, late=end is not None and begin[0] == end[0])
+        self._spans.append(made)
+        self._add_begin(BEGIN, made, begin, name, args)
+        return made
 
-    def begin_span(self, span: Span, us: float, name: str, /, **args: Any) -> None:
-        """Open a span on the lowest free lane of its kind."""
-        group = span[:2]
-        free = self._free.setdefault(group, [])
-        if free:
-            lane = min(free)
-            free.remove(lane)
-        else:
-            lane = self._used.get(group, 0)
-            self._used[group] = lane + 1
-        self._open[span] = _OpenSpan(lane)
-        self._emit_begin(span, us, name, args)
+    def add_inner(self, span: Span, at: Time, name: str, /, **args: Any) -> None:
+        """Begin a further part inside a span, which ends with it."""
+        span.inner += 1
+        span.late |= span.end is not None and span.end.event == at.event
+        self._add_begin(INNER, span, at, name, args)
 
-    def begin_inner(self, span: Span, us: float, name: str, /, **args: Any) -> None:
-        """Begin a second part inside an open span; both end together."""
-        self._open[span].depth += 1
-        self._emit_begin(span, us, name, args)
+    def add_arrow(self, name: str, at: Time, source: Span, target: Span) -> None:
+        """Draw an arrow between two spans that are open at this event."""
+        common = {"name": name, "cat": "arrow", "id": len(self._parts)}
+        for span, fields in ((source, {"ph": "s"}), (target, {"ph": "f", "bp": "e"})):
+            span.late |= span.end is not None and span.end.event == at.event
+            self._parts.append((*at[:1], ARROW, at.seconds, span, fields | common))
 
-    def end_span(self, span: Span, us: float, /, **args: Any) -> None:
-        """Close a span with its inner part; do nothing if it is not open."""
-        found = self._open.get(span)
-        if found is None:
-            return
-        for depth in range(found.depth):
-            last = {"args": args} if depth == found.depth - 1 else {}
-            self._emit({"ph": "E", "ts": us, **self._locate_span(span), **last})
-        del self._open[span]
-        self._free[span[:2]].append(found.lane)
+    def add_point(self, process: str, kind: str, at: Time, fields: dict[str, Any]) -> None:
+        """Add a flag, figures, or a span that was recorded whole, on the first lane of a kind."""
+        self._parts.append((at.event, BEGIN, at.seconds, Span(process, kind, at, at, {}), fields))
 
-    def add_arrow(self, name: str, us: float, source: Span, target: Span) -> None:
-        """Draw an arrow from one open span to another."""
-        self._arrows += 1
-        common = {"name": name, "cat": "arrow", "id": self._arrows, "ts": us}
-        self._emit({"ph": "s", **common, **self._locate_span(source)})
-        self._emit({"ph": "f", "bp": "e", **common, **self._locate_span(target)})
+    def write_events(self, emit: Callable[[dict[str, Any]], None], last: Time) -> None:
+        """Emit everything; spans that last end with the last event."""
+        for span in self._spans:
+            if span.end is None:
+                span.end, span.late, span.end_args = last, True, {"open_at_the_end": True}
+            end = (span.end.event, LATE_END if span.late else END, span.end.seconds, span)
+            args = {"event": span.end.event} | span.end_args
+            self._parts += [(*end, {"ph": "E"})] * span.inner
+            self._parts.append((*end, {"ph": "E", "args": args}))
+        for _, _, seconds, span, fields in sorted(self._parts, key=itemgetter(0, 1)):
+            group, lanes = (span.process, span.kind), self._free[span.process, span.kind]
+            if fields["ph"] == "B" and not span.lane:
+                span.lane = heapq.heappop(lanes) if lanes else self._used[group] + 1
+                self._used[group] = max(self._used[group], span.lane)
+            emit({**fields, "ts": round(seconds * 1e6, 3), **self._place(span, emit)})
+            if fields["ph"] == "E" and "args" in fields:
+                heapq.heappush(lanes, span.lane)
 
-    def add_instant(self, process: str, us: float, name: str, /, **args: Any) -> None:
-        """Add a flag at one moment."""
-        place = self._locate_lane(process, FLAGS, 0)
-        self._emit({"ph": "i", "s": "t", "name": name, "ts": us, **place, "args": args})
+    def _add_begin(self, order: int, span: Span, at: Time, name: str, args: dict[str, Any]) -> None:
+        fields = {"ph": "B", "name": name, "cat": span.kind, "args": {"event": at.event} | args}
+        self._parts.append((at.event, order, at.seconds, span, fields))
 
-    def add_counters(self, process: str, us: float, name: str, /, **values: int) -> None:
-        """Add figures that hold from now on, drawn as a chart of the process."""
-        place = self._locate_lane(process, FLAGS, 0)
-        self._emit({"ph": "C", "name": name, "ts": us, **place, "args": values})
-
-    def add_span(self, process: str, kind: str, us: float, length_us: float, name: str) -> None:
-        """Add a complete span; such spans come in order and do not overlap."""
-        place = self._locate_lane(process, kind, 0)
-        self._emit({"ph": "X", "name": name, "cat": kind, "ts": us, "dur": length_us, **place})
-
-    def close_all(self, us: float, /, **args: Any) -> None:
-        for span in list(self._open):
-            self.end_span(span, us, **args)
-
-    def _emit_begin(self, span: Span, us: float, name: str, args: dict[str, Any]) -> None:
-        place = self._locate_span(span)
-        self._emit({"ph": "B", "name": name, "cat": span[1], "ts": us, **place, "args": args})
-
-    def _locate_span(self, span: Span) -> dict[str, int]:
-        return self._locate_lane(span[0], span[1], self._open[span].lane)
-
-    def _locate_lane(self, process: str, kind: str, lane: int) -> dict[str, int]:
+    def _place(self, span: Span, emit: Callable[[dict[str, Any]], None]) -> dict[str, int]:
         """Return pid and tid; name them on first use."""
-        pid = self._pids.get(process)
-        if pid is None:
-            pid = self._pids[process] = len(self._pids) + 1
-            self._emit_metadata("process_name", {"pid": pid}, name=process)
-            self._emit_metadata("process_sort_index", {"pid": pid}, sort_index=self._rank(process))
-        tid = self._kinds.index(kind) * LANES_PER_KIND + lane + 1
+        process, lane = span.process, max(span.lane, 1)
+        pid = self._pids.setdefault(process, len(self._pids) + 1)
+        tid = self._kinds.index(span.kind) * LANES_PER_KIND + lane
         place = {"pid": pid, "tid": tid}
-        if (pid, tid) not in self._named:
-            self._named.add((pid, tid))
-            self._emit_metadata("thread_name", place, name=f"{kind} {lane + 1}" if lane else kind)
-            self._emit_metadata("thread_sort_index", place, sort_index=tid)
+        if (pid, tid) not in self._threads:
+            label = f"{span.kind} {lane}" if lane > 1 else span.kind
+            names = [("thread_name", place, {"name": label})]
+            names += [("thread_sort_index", place, {"sort_index": tid})]
+            if (pid, 0) not in self._threads:
+                names += [("process_name", {"pid": pid}, {"name": process})]
+                names += [("process_sort_index", {"pid": pid}, {"sort_index": self._rank(process)})]
+            self._threads |= {(pid, tid), (pid, 0)}
+            for what, where, args in names:
+                emit({"ph": "M", "name": what, **where, "args": args})
         return place
-
-    def _emit_metadata(self, what: str, place: dict[str, int], /, **args: Any) -> None:
-        self._emit({"ph": "M", "name": what, **place, "args": args})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from laminar.analysis.export.perfetto import write_trace
+from laminar.analysis.facts.reader import load_facts
 from laminar.config import ConfigError
 from laminar.events import commands as cmd
 from laminar.events import events as ev
@@ -31,7 +32,7 @@ def trace_of(log: Log, tmp_path: Path, name: str = "run") -> Events:
 
 def read(run_dir: Path) -> Events:
     path = run_dir / "trace.json"
-    count = write_trace(run_dir, path)
+    count = write_trace(load_facts(run_dir), path)
     events: Events = json.loads(path.read_text())["traceEvents"]
     assert len(events) == count
     return events
@@ -207,5 +208,5 @@ def test_of_the_command_line(copy: Path, tmp_path: Path, cli: Cli) -> None:
 
 def test_a_trace_that_cannot_be_written_leaves_nothing(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_trace(made, tmp_path / "nowhere" / "trace.json")
+        write_trace(load_facts(made), tmp_path / "nowhere" / "trace.json")
     assert list(tmp_path.iterdir()) == []
