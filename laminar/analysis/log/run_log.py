@@ -259,9 +259,7 @@ class RunLog:
         """Return the state after event `until`, by a replay from a state before it."""
         with _open_log(self.run_dir) as disk:
             try:
-                found = replay_records(
-                    disk, until=until, snapshot=snapshot, observer=observer
-                )
+                found = replay_records(disk, until=until, snapshot=snapshot, observer=observer)
             except NotInHistory as error:
                 raise ConfigError(
                     f"{self.run_dir}: the log has changed meanwhile: {error}"
