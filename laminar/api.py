@@ -131,6 +131,15 @@ class Run:
 
         return query_facts([load_facts(self.directory)], query)
 
+    def view(self) -> Any:
+        """Return the page of `laminar view`, for a cell of a notebook; needs the extra `view`."""
+        from laminar.view.run_data import open_runs
+
+        runs = open_runs([self.directory])
+        from laminar.view.page import make_page
+
+        return make_page(runs)
+
     def _build_metrics(self, *, by_origin: bool) -> pa.Table:
         import pyarrow as pa
 

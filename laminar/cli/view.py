@@ -4,7 +4,7 @@ Reads   run directories, running or ended
 Writes  RUN/facts, where facts are missing or of another version; standard output
 Gives   0 after Ctrl-C; raises ConfigError for a bad run, port or origin, or without the extra
 
-The page's libraries are imported here, when the command is used, and by no other command.
+The page's libraries are imported when the runs are open, and by no other command.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 
 from laminar.config import ConfigError
 from laminar.names import exit_codes
-from laminar.run.command_line import shell_command
 from laminar.run.directory import run_config
+from laminar.view.run_data import RunData, open_runs
 
-INSTALL = 'pip install "laminar-rl[view]"'
 ORIGIN = r"(?!.*://)[^\s/:]+(:\d{1,5})?"
 
 
@@ -49,10 +48,7 @@ def run_view(arguments: argparse.Namespace) -> int:
     check_addresses(arguments.port, arguments.origin)
     for run in arguments.runs:
         run_config(run)
-    require_libraries()
-    from laminar.view.page import open_runs
-
-    runs = open_runs(arguments.runs, progress=_show_progress)
+    runs = open_runs(arguments.runs, _show_progress)
     try:
         asyncio.run(_serve(runs, arguments))
     except KeyboardInterrupt:
@@ -68,18 +64,7 @@ def check_addresses(port: int, origins: list[str]) -> None:
             raise ConfigError(f"--origin {origin}: give HOST:PORT, such as localhost:8000")
 
 
-def require_libraries() -> None:
-    """Raise ConfigError if the libraries of the page are not installed."""
-    try:
-        import duckdb  # noqa: F401
-        import panel  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"`{shell_command('view')}` needs {error.name}: install it with `{INSTALL}`"
-        ) from error
-
-
-async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
+async def _serve(runs: list[RunData], arguments: argparse.Namespace) -> None:
     from laminar.view.page import make_page
     from laminar.view.server import PageServer
 

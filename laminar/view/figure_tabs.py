@@ -64,10 +64,9 @@ class FigureTab:
         made.xgrid.visible = False
         made.title.text_font_style = "normal"
         self._sources.append([ColumnDataSource({"x": [], "y": []}) for _ in self._runs])
-        for place, (run, source) in enumerate(zip(self._runs, self._sources[-1], strict=True)):
-            colour = VERSION_HUES[place * 5 % len(VERSION_HUES)]
-            label = {"legend_label": run.name} if len(self._runs) > 1 else {}
-            made.line("x", "y", source=source, line_color=colour, line_width=2, **label)
+        for place, source in enumerate(self._sources[-1]):
+            colour = _find_colour(place)
+            made.line("x", "y", source=source, line_color=colour, line_width=2)
             made.scatter("x", "y", source=source, color=colour, size=4)
         made.add_tools(HoverTool(tooltips="@x{0,0.[0]}: @y{0,0.[0000]}", mode="vline"))
         return pn.pane.Bokeh(made, sizing_mode="stretch_width")
@@ -81,12 +80,21 @@ def make_health(run: RunData) -> FigureTab:
     return FigureTab([run], overview_data.list_health_curves, _render_health, text_first=False)
 
 
+def _find_colour(place: int) -> str:
+    """Return the colour of a run; neighbours differ much."""
+    return VERSION_HUES[place * 5 % len(VERSION_HUES)]
+
+
 def _render_runs(runs: Sequence[RunData]) -> str:
     """Return a sentence about each run, and its problems."""
     parts = []
-    for run in runs:
+    for place, run in enumerate(runs):
         text = overview_data.describe_run(run.table, run.state, run.timeline.seconds)
-        name = f"<b>{escape(run.name)}</b> " if len(runs) > 1 else ""
+        name = (
+            f"<b style='color:{_find_colour(place)}'>{escape(run.name)}</b> "
+            if len(runs) > 1
+            else ""
+        )
         parts.append(f"<p class='lead'>{name}{escape(text)}</p>")
         problems = overview_data.list_problems(run.table, run.state)
         parts += [f"<div class='trouble'>{escape(problem)}</div>" for problem in problems]

@@ -1,7 +1,7 @@
 """Page of `laminar view`: its header, its tabs, and the refresh of a live run.
 
 Reads   RunData
-Gives   make_page, a Panel object for one browser tab or notebook cell; open_runs
+Gives   make_page, a Panel object for one browser tab or notebook cell
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from panel.io.resources import LOCAL_DIST
 from laminar.view.figure_tabs import make_health, make_overview
 from laminar.view.html import INNER, STYLE
 from laminar.view.moment_tab import MomentTab
-from laminar.view.run_data import REFRESH_S, RunData, open_runs
+from laminar.view.run_data import REFRESH_S, RunData
 from laminar.view.samples_tab import SamplesTab
 from laminar.view.timeline_tab import TimelineTab
-
-__all__ = ["make_page", "open_runs"]
 
 TABS = ("Timeline", "Time slider", "Overview", "Samples", "Health")
 

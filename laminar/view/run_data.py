@@ -10,6 +10,7 @@ the others see that `revision` has changed.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections import OrderedDict
@@ -29,6 +30,7 @@ from laminar.events.base import Command, Stamped
 from laminar.run.lock import holders
 from laminar.view.timeline_data import LaneBook, Timeline, build_timeline
 
+INSTALL = 'pip install "laminar-rl[view]"'
 REFRESH_S = 2.0
 MOMENTS_KEPT = 8  #: of those asked for last
 
@@ -139,6 +141,15 @@ class RunData:
         self.revision += 1
 
 
-def open_runs(directories: Sequence[Path], progress: Callable[[Path], Progress]) -> list[RunData]:
-    """Open runs, and report the progress of facts that have to be built."""
+def open_runs(
+    directories: Sequence[Path], progress: Callable[[Path], Progress | None] = lambda _: None
+) -> list[RunData]:
+    """Open runs; raise ConfigError if the libraries of the page are not installed."""
+    for name in ("duckdb", "panel"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"a page of runs needs {name}: install it with `{INSTALL}`"
+            ) from error
     return [RunData(directory, progress(directory)) for directory in directories]

@@ -117,6 +117,6 @@ def render_sample(sample: Sample) -> str:
     if sample.answer not in (None, ""):
         parts.append(("correct answer", str(sample.answer)))
     body = "".join(
-        f"<span class='faint'>{name}</span><pre>{escape(text)}</pre>" for name, text in parts
+        f"<div class='faint'>{name}</div><pre>{escape(text)}</pre>" for name, text in parts
     )
     return f"<div class='sample'>{head}{trouble}{body}</div>"
