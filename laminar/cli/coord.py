@@ -45,6 +45,7 @@ from laminar.observe.telemetry import Telemetry, print_last_line
 from laminar.observe.warnings import WarningMonitor, first_look
 from laminar.run.directory import CONFIG_FILE, SECRET_FILE, run_config
 from laminar.run.lock import RunLock
+from laminar.run.loop_watch import open_stacks, watch_loop
 from laminar.run.permissions import check_private
 from laminar.run.secret import make_missing_secret, read_secret
 from laminar.run.stop_requests import add_child_option, follow_starter
@@ -150,6 +151,7 @@ async def _serve_run(
     tasks = [
         asyncio.create_task(_watch_directory(lock, coordinator)),
         asyncio.create_task(_refresh_status(status)),
+        asyncio.create_task(_watch_loop(config, run_dir)),
     ]
     if turns_fd is not None:
         tasks.append(asyncio.create_task(_report_turns(turns_fd)))
@@ -168,6 +170,16 @@ async def _watch_directory(lock: RunLock, coordinator: Coordinator) -> None:
     while not (reason := await asyncio.to_thread(lock.find_lost_reason)):
         await asyncio.sleep(WATCH_S)
     coordinator.give_up(ConfigError(reason))
+
+
+async def _watch_loop(config: Config, run_dir: Path) -> None:
+    """Write the stacks of this process if it makes no turn for a lease."""
+
+    def report(seconds: float) -> None:
+        get_logger().warning("loop-stood-still", seconds=round(seconds, 1))
+
+    stacks = open_stacks(run_dir, "coordinator")
+    await watch_loop(stacks, config.coordinator.lease_ms / 1000, report)
 
 
 async def _refresh_status(status: StatusWriter) -> None:

@@ -21,7 +21,8 @@ from laminar.config.tree import RunConfig
 from laminar.core.state.statuses import Phase
 from laminar.names import exit_codes
 from laminar.names.roles import ROLE_TABLE
-from laminar.run.directory import CONFIG_FILE, measure_status_age, read_status
+from laminar.observe.status import measure_status_age
+from laminar.run.directory import CONFIG_FILE, read_status
 from laminar.run.lock import Holder, holders
 
 AGE_S = 3.0  #: the age of a status above which it is shown; a coordinator writes more often

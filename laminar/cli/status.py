@@ -30,9 +30,9 @@ from laminar.launch.panel import ProgressPanel
 from laminar.launch.terminal import Terminal
 from laminar.launch.train import summary_lines
 from laminar.names import exit_codes
-from laminar.observe.status import StatusFigures
+from laminar.observe.status import StatusFigures, measure_status_age
 from laminar.run.command_line import shell_command
-from laminar.run.directory import measure_status_age, read_status, run_config
+from laminar.run.directory import read_status, run_config
 from laminar.run.lock import holders
 
 POLL_S = 0.25

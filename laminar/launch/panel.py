@@ -24,8 +24,9 @@ from laminar.config import ConfigError
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
+from laminar.observe.status import measure_status_age
 from laminar.observe.telemetry import DRAIN_S, Outlet, PartlyWritten, Telemetry
-from laminar.run.directory import measure_status_age, read_status
+from laminar.run.directory import read_status
 
 PACE_STEPS = 20  #: number of recent steps from which the remaining time is estimated
 LINE_MAX = 120  #: most characters of a plain line, for windows of this width

@@ -45,6 +45,14 @@ WAITS_SHOWN = 64  #: the oldest waits that are shown; `waits_total` counts all
 LEFT_OUT_SHOWN = 16  #: replicas and versions with rows left out that are shown; the log has all
 
 
+def measure_status_age(run_dir: Path) -> float:
+    """Return the seconds since the coordinator wrote its status; 0 if that is unknown."""
+    try:
+        return max(time.time() - (run_dir / STATUS_FILE).stat().st_mtime, 0.0)
+    except OSError:
+        return 0.0
+
+
 class StatusFigures:
     """Observer of events that keeps the figures of a status that the state lacks."""
 

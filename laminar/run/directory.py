@@ -31,7 +31,6 @@ export/           the trained model as a Hugging Face directory
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +85,6 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         return found
     except (OSError, ValueError):
         return {}
-
-
-def measure_status_age(run_dir: Path) -> float:
-    """Return the seconds since the coordinator wrote its status; 0 if that is unknown."""
-    try:
-        return max(time.time() - (run_dir / STATUS_FILE).stat().st_mtime, 0.0)
-    except OSError:
-        return 0.0
 
 
 def older_parts(path: Path) -> list[tuple[int, Path]]:

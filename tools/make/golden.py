@@ -145,6 +145,13 @@ RUNS = (
         {"batch_timeout_s": 5.0},
     ),
     Recipe(
+        "stalled",
+        "a step never ends: the trainer is restarted, and its steps are repeated",
+        ("trainer-hangs",),
+        ("event:RunStalled", "event:WorkProgress"),
+        {"save_freq": 1, "train_s": 80.0},
+    ),
+    Recipe(
         "relays_lost",
         "relays die, are spliced out and come back, also that of the trainer's machine",
         ("relay-dies", "relay-replaced"),

@@ -20,7 +20,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from laminar.actors.host import ActorRole, Host
@@ -28,6 +27,7 @@ from laminar.config import Config, ConfigError
 from laminar.events.base import Event
 from laminar.events.codec import decode_envelope, encode
 from laminar.names import exit_codes
+from laminar.names.roles import ROLE_TABLE
 from laminar.net.addresses import check_reachable
 from laminar.net.auth import RunKeys
 from laminar.net.calls import Handler
@@ -38,9 +38,10 @@ from laminar.observe.files import GrowingFile
 from laminar.observe.logs import configure_logging, get_logger, make_logger
 from laminar.observe.telemetry import print_lines
 from laminar.run import stop_requests
-from laminar.run.directory import COORDINATOR_FILE, LOGS_DIR, TIMELINE_DIR, run_config
+from laminar.run.directory import COORDINATOR_FILE, TIMELINE_DIR, run_config
 from laminar.run.fail_points import FailPoints
 from laminar.run.lock import RunLock
+from laminar.run.loop_watch import open_stacks, watch_loop
 from laminar.run.secret import read_secret
 from laminar.run.work_counter import count_work, get_work_count
 
@@ -183,7 +184,7 @@ class SystemProcess:
         self.own.terminal.put(f"{self.name}: {text}\n".encode(errors="replace"))
 
     def force_exit_after(self, after_s: float) -> None:
-        faulthandler.dump_traceback_later(after_s, exit=True)
+        self.own.force_exit_after(after_s)
 
     def freeze_heap(self) -> None:
         gc.collect()
@@ -199,14 +200,6 @@ def job_of(environment: Mapping[str, str]) -> dict[str, str]:
     return {"job": environment.get("SLURM_JOB_ID", ""), "job_restarts": restarts}
 
 
-def _open_stacks(path: Path) -> TextIO:
-    """Open the file for the stacks of a stalled process; the terminal if the disk is full."""
-    try:
-        return open(path, "a")
-    except OSError:
-        return sys.stderr
-
-
 def run_actors(
     lock: RunLock,
     names: Sequence[str],
@@ -219,12 +212,13 @@ def run_actors(
     import uvloop
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    stacks = _open_stacks(lock.run_dir / LOGS_DIR / "latest" / f"{names[0]}.stacks")
+    stacks = open_stacks(lock.run_dir, names[0])
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
 
     async def main() -> int:
         own = OwnProcess(lock, names[0], role)
+        own.watch_loop(stacks)
         hosts = [Host(SystemProcess(own, name, node, address)) for name in names]
         return await _run_until_failure([host.run(make(host)) for host in hosts])
 
@@ -266,6 +260,27 @@ class OwnProcess:
         self._terminated: list[Callable[[str], None]] = []
         self._starter_gone: list[Callable[[], None]] = []
         self._lost: asyncio.Task[str] | None = None
+        self._watch: asyncio.Future[None] | None = None
+
+    def watch_loop(self, stacks: TextIO) -> None:
+        """Have the stacks written when the loop stands still for this role's lease."""
+        leases = self.config.coordinator
+        lease_ms = leases.node_lease_ms if ROLE_TABLE[self.role].long_lease else leases.lease_ms
+
+        def report(seconds: float) -> None:
+            get_logger().warning("loop-stood-still", seconds=round(seconds, 1))
+
+        self._watch = asyncio.ensure_future(watch_loop(stacks, lease_ms / 1000, report))
+
+    def force_exit_after(self, after_s: float) -> None:
+        """Exit after this time; the timer is no longer needed for the loop."""
+        if self._watch is not None:
+            self._watch.add_done_callback(
+                lambda _: faulthandler.dump_traceback_later(after_s, exit=True)
+            )
+            self._watch.cancel()
+        else:
+            faulthandler.dump_traceback_later(after_s, exit=True)
 
     def get_log(self, name: str) -> Any:
         """Return an actor's log; each has a separate one."""

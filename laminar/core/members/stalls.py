@@ -1,7 +1,7 @@
 """Stalls: the process that holds a run up is restarted once; then the run ends, to be resumed.
 
 Reads   RunStalled, WorkProgress
-Writes  state.run.stalled
+Writes  state.run.stalled, state.steps.work_count
 Emits   RestartActor, which has the process write its stacks first
 
 A second stall at the same process before another step is completed ends the run, as does one at a
@@ -55,5 +55,7 @@ def _is_possible(state: State, event: ev.WorkProgress) -> bool:
 
 @handles(ev.WorkProgress, valid=_is_possible, planned=False)
 def on_work_progress(ctx: Context, event: ev.WorkProgress) -> None:
-    """Count a gauge that only shows that its process works."""
-    ctx.ignore("gauge")
+    """Record a gauge, which shows that its process works."""
+    if event.count == ctx.state.steps.work_count:
+        return ctx.ignore("repeat")
+    ctx.state.steps.work_count = event.count

@@ -16,6 +16,7 @@ from laminar.core.state import keys
 from laminar.core.state.failures import FailureKind
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.state import State
+from laminar.core.state.statuses import Phase
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
@@ -80,7 +81,8 @@ class Leases:
                 self._ordered[command.actor] = state.members.actors[command.actor].incarnation
         if isinstance(event, ev.HeartbeatLost):
             self._lease_ran_out(state, event.actor, event.actor_incarnation)
-            self._most_are_heard(event.actor, event.silent_ms)
+            if state.run.phase not in (Phase.STOPPING, Phase.ENDED):  # machines leave
+                self._most_are_heard(event.actor, event.silent_ms)
             self._none_speaks(event.actor)
             self.silent_nodes.pop(event.actor, None)
         elif isinstance(event, ev.NodeSilent):

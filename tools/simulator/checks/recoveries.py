@@ -41,7 +41,8 @@ _CAUSES = {
     LOAD: ("WeightsRejected",),
     WORK: (*_LOST, "timer:batch-timeout", "timer:command:release", "timer:command:restart",
            "TurnRequested", "VersionMissing", "WeightsRejected"),
-    RESTART: ("HeartbeatLost", "WeightsPublished", "WeightsReceived", "WeightsRejected",
+    RESTART: ("HeartbeatLost", "RunStalled", "WeightsPublished", "WeightsReceived",
+              "WeightsRejected",
               "timer:command:forward", "timer:command:pull", "timer:command:score",
               "timer:progress", "timer:receive"),
 }  # fmt: skip
@@ -60,6 +61,7 @@ _CAUSES_OF_RUN = {
     FailureKind.NOT_PUBLISHED: ("timer:weights", "timer:command:publish"),
     FailureKind.EXPORT_DIFFERS: ("WeightsPublished",),
     FailureKind.NON_FINITE: ("StepCompleted",),
+    FailureKind.STALLED: ("RunStalled",),
     FailureKind.NO_CHECKPOINT: ("TrainerReady",),
     FailureKind.REWARD_FAILS: _REWARDED,
     FailureKind.NO_SCORES: _REWARDED,

@@ -17,6 +17,7 @@ from laminar.core.state.state import State
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
+from laminar.names.roles import Role
 from laminar.run.directory import VERSION_FILE
 from laminar.training.steps import TrainSample
 from laminar.weights.version import manifest as mf
@@ -49,6 +50,7 @@ class TrainingChecks:
         #: pulls ordered, by boot
         self._pulls: dict[str, list[cmd.PullWeights]] = {}
         self._saved: dict[int, str] = {}  #: directories of checkpoints by version
+        self.hung: dict[str, None] = {}  #: boots of trainers whose step never ends
         self.lost: set[str] = set()  #: directories of checkpoints removed by others
         #: paths of the checkpoints in the log, by the event that changed them
         self._kept: dict[int, tuple[str, ...]] = {}
@@ -73,6 +75,12 @@ class TrainingChecks:
         if command.step_index < steps and saved is not None and not saved.damaged:
             raise Violation("pause_keeps_steps", f"{command}, but the run paused after {steps}")
 
+    def _is_real_stall(self, event: ev.RunStalled, state: State) -> None:
+        """Check stall_is_real: a trainer is blamed only for a step that never ends."""
+        actor = state.members.actors.get(event.owner)
+        if actor is not None and actor.role == Role.TRAINER and actor.boot_id not in self.hung:
+            raise Violation("stall_is_real", f"{event}, but its step will end", event.owner)
+
     @property
     def book(self) -> set[str]:
         """Trajectories trained, by the lines of the book that the log has accepted."""
@@ -83,6 +91,8 @@ class TrainingChecks:
         """Note the steps that the log has; no other trainer may train them differently."""
         versions = state.versions
         event = stamped.event
+        if isinstance(event, ev.RunStalled):
+            self._is_real_stall(event, state)
         if isinstance(event, ev.CheckpointSaved | ev.TrainerReady) and versions.checkpoint_paths:
             self._kept[stamped.seq] = tuple(versions.checkpoint_paths.values())
         if state.run.paused and not self._is_paused:

@@ -58,6 +58,7 @@ class Effects:
         self.unheard_next = False  #: whether its reports of steps until then are lost
         self.wrong: dict[str, int] = {}  #: number of next loads that prove wrong, by replica
         self.sticks_next = False  #: whether the next transfer along the chain hangs
+        self.trainer_hung = False  #: whether a step has never ended
         self.step_longer_s = 0.0  #: added to the trainer's next step
         self.load_longer_s = 0.0  #: added to its next start
         #: ways in which faults struck, by process, by role (any process of it), or EVERYBODY

@@ -56,7 +56,7 @@ HARMED: dict[str, tuple[str, ...]] = {
     "publish-skipped": ("trainer", "relay"), "reward-fails": ("rollout",),
     "sibling-refused": ("rollout",), "hangs": ("rollout",), "start-hangs": ("rollout",),
     "command-ignored": ("rollout", "relay"), "transfer-sticks": ("relay",),
-    "trainers-disk-full": ("trainer",),
+    "trainers-disk-full": ("trainer",), "trainer-hangs": ("trainer",),
 }  # fmt: skip
 """Roles whose processes are late or misled when one of these strikes."""
 OF_COORDINATOR = (
@@ -69,13 +69,14 @@ REWARD_ERRORS = "reward-errors"
 ENGINE_DIFFERS = "engine-differs"
 TRAINERS_DISK_FULL = "trainers-disk-full"
 START_HANGS = "start-hangs"
+TRAINER_HANGS = "trainer-hangs"
 OWN_RATES = {
     REWARD_ERRORS: (0.1, 0.3, 1.0), ENGINE_DIFFERS: (0.02, 0.1, 1.0),
-    TRAINERS_DISK_FULL: (0.1, 0.3), START_HANGS: (0.1, 0.3),
+    TRAINERS_DISK_FULL: (0.1, 0.3), START_HANGS: (0.1, 0.3), TRAINER_HANGS: (0.1, 0.5),
 }  # fmt: skip
 """Rates drawn from separate streams."""
 RARE = {
-    "drain": 0.3, REWARD_ERRORS: 0.3, "node-dies": 0.3,
+    "drain": 0.3, REWARD_ERRORS: 0.3, TRAINER_HANGS: 0.2, "node-dies": 0.3,
     "disk-full-for-good": 0.1, "store-dies": 0.3, "store-replaced": 0.2, "store-silent": 0.2,
     "run-dies": 0.2, "run-pauses": 0.2, "machine-restarts": 0.5, "machine-stands-still": 0.3,
     "machine-cut-off": 0.3, "machine-cut-one-way": 0.3, "machine-flaps": 0.3,
@@ -223,6 +224,13 @@ class Faults(Effects):
     def start_hangs(self) -> bool:
         """Return whether an engine never comes up."""
         return self._strikes(START_HANGS)
+
+    def trainer_hangs(self) -> bool:
+        """Return whether a step never ends, once in a run whose trainer may be lost."""
+        if self.trainer_hung or not self.world.config.trainer.save_freq:
+            return False
+        self.trainer_hung = self._strikes(TRAINER_HANGS)
+        return self.trainer_hung
 
     def hangs(self, command: cmd.GenerateTrajectory) -> bool:
         return self._strikes("hangs")

@@ -32,7 +32,7 @@ from tools.simulator.runtime.violation import Violation
 LAYOUT = steps.ModelLayout(SHAPES, "float32")
 UNCHANGED = 0.1
 """Share of steps without signal: they publish the weights of the step before under a new number."""
-PASS_S = 10.0  #: longest pass of a model
+PASS_S = 5.0  #: longest pass of a model
 MOMENT_CHARS = 66  #: length of a moment, which remembers two batches
 
 
@@ -83,6 +83,9 @@ class SimTrainer(Idle):
         self.world.checks.contents.handed(samples, self._reward_failed(samples))
         known = self._lineage.outcomes.get(digest := steps.ids_digest(samples))
         duration = self.scenario.config.emulation.train_s * self.chance.uniform(0.5, 1.5)
+        if self.world.faults.trainer_hangs():
+            self.world.checks.training.hung[self._boot] = None
+            await asyncio.Event().wait()
         await self.work(duration + self.world.faults.long_step_s())
         suspects, reason = known or self._outcome(samples)
         self._lineage.outcomes[digest] = suspects, reason
