@@ -100,7 +100,6 @@ class Store:
     async def _load_prompts(self, prompts: LoadedPrompts) -> ev.DataLoaded:
         if self.database is None:
             self.database = await self._open_when_free()
-        prompts = prompts.select_for(self.database.prompt_count().digest)
         self.database.load_prompts(prompts.train, prompts.held_out, prompts.digest)
         count = self.database.prompt_count()
         return ev.DataLoaded(

@@ -121,10 +121,10 @@ def check_machine(config: Config) -> None:
         check_devices(config)
 
 
-def look_at_data(config: Config, known: str = "", prompts: PromptSet | None = None) -> RunPlan:
+def look_at_data(config: Config, prompts: PromptSet | None = None) -> RunPlan:
     """Check all of the data, the tokenizer and the reward, without writing; return the plan.
 
-    `known`: digest of the data of the resumed run. `prompts`: the data, if loaded.
+    `prompts`: the data, if loaded.
     """
     if config.is_emulated:
         return emulated_plan(config)
@@ -135,7 +135,7 @@ def look_at_data(config: Config, known: str = "", prompts: PromptSet | None = No
     check_files(config)
     config, scores_itself = look_at_environment(config, spec, tokenizer)
     prompts = prompts or load_prompts(config.data, with_columns=config.has_sessions)
-    prompts, tools = prompts.select_for(known), decode_tools(config.env)
+    tools = decode_tools(config.env)
     if not scores_itself:
         check_rows(spec, [*prompts.train, *prompts.held_out])
     _check_longest_prompts(config, tokenizer, prompts.train, tools)

@@ -29,7 +29,7 @@ from laminar.tasks.data.prompts import PromptSet, load_prompts
 def answer_check(fd: int) -> None:
     """Make the checks that the process at the other end of this channel asks for, if it does."""
     channel = BlockingChannel(socket.socket(fileno=fd))
-    if request := channel.receive(tuple[Config, str, PromptSet | None]):
+    if request := channel.receive(tuple[Config, PromptSet | None]):
         with channel.refuse_errors():
             channel.send_last([look_at_data(*request)])
 
@@ -55,16 +55,16 @@ class PreforkedNode:
             )
         self._given = False
 
-    def look_at_data(self, config: Config, known: str) -> RunPlan:
+    def look_at_data(self, config: Config) -> RunPlan:
         """Return the plan as the function of this name does, which the warm process calls."""
         channel = BlockingChannel(self._checks)
         is_made = bool(config.data.dataset) and not config.is_emulated
         prompts = load_prompts(config.data, with_columns=config.has_sessions) if is_made else None
-        channel.send((config, known, prompts))
+        channel.send((config, prompts))
         reply = channel.receive(tuple[RunPlan] | Refused)
         if isinstance(reply, Refused):
             raise ConfigError(reply.reason)
-        return reply[0] if reply else look_at_data(config, known, prompts)
+        return reply[0] if reply else look_at_data(config, prompts)
 
     def start_node(self, words: Sequence[str], lock_fd: int) -> subprocess.Popen[bytes]:
         """Start the node; its standard input stays open until `close` or this process's end."""

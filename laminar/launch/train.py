@@ -140,7 +140,7 @@ def plan_run(
     asked = probe_vllm(config) if machines else contextlib.nullcontext(lambda: None)
     with asked as vllm_takes_it:
         known = resume_check.find_data_digest(run_dir) if arguments.resume else ""
-        plan = (early[0] if early else preflight).look_at_data(config, known)
+        plan = (early[0] if early else preflight).look_at_data(config)
         if arguments.resume:
             resume_check.check_unchanged(directory.run_config(run_dir), plan.config)
             resume_check.check_data(run_dir, known, plan.data_digest)

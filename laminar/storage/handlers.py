@@ -98,9 +98,8 @@ class Handlers:
 
     def _append_one(self, item: m.AppendItem) -> m.Result:
         row = self._rows.get_row(item.trajectory_id)
-        source = None
-        if row is not None and row.replica is not None:  # the holder of this placement
-            source = rules.Source(row.replica, item.weight_version, item.version_step)
+        holder = (row and row.replica) or ""  # of this placement
+        source = rules.Source(holder, item.weight_version, item.version_step)
         place = item.segment, item.offset
         chunk = Chunk(*place, item.tokens, item.logprobs, source, item.read)
         stored = None
@@ -207,7 +206,7 @@ class Handlers:
             effects=tuple(map(effect_item, effects)),
             call_seconds=self._rows.turns.call_seconds(row) if with_prompt else 0.0,
             segment_lengths=rules.segment_lengths(chunks),
-            spans=rules.compute_spans(row, chunks),
+            spans=rules.compute_spans(chunks),
             prompt=prompt if with_prompt else None,
             extras=self._rows.get_extras(row.id),
         )

@@ -33,12 +33,6 @@ class LoadedPrompts(NamedTuple):
     held_out: Sequence[PromptPayload]
     overlap: int  #: rows excluded from training because their prompt is held out
     digest: str  #: digest of all rows as read
-    earlier: LoadedPrompts | None = None  #: rows of a run begun before columns counted
-
-    def select_for(self, digest: str) -> LoadedPrompts:
-        """Return the rows of a store that was filled from data of this digest."""
-        earlier = self.earlier
-        return earlier if earlier is not None and earlier.digest == digest else self
 
 
 class Response(NamedTuple):

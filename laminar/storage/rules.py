@@ -144,7 +144,7 @@ class Chunk(NamedTuple):
     offset: int  #: tokens of this segment before the chunk
     tokens: bytes
     logprobs: bytes
-    source: Source | None = None  #: source of all its tokens; None: stored by a release without it
+    source: Source  #: of all its tokens
     read: str = ""  #: digest of all tokens that the engine read before; empty: it continued
 
     def has_same_tokens(self, other: Chunk) -> bool:
@@ -266,8 +266,6 @@ def judge_append(
 
 def _find_wrong_version_reason(row: Row, chunk: Chunk, in_flight: bool) -> str | None:
     """Return why the weights of a chunk are wrong: not the row's, or in flight older ones."""
-    if chunk.source is None:
-        return "it does not name the replica that sampled it"
     _, version, step = chunk.source
     if (version, step) == row.latest or (in_flight and _can_continue(row, version, step)):
         return None
@@ -303,7 +301,7 @@ def apply_append(row: Row, chunk: Chunk) -> Row:
         segment_tokens=chunk.offset + count,
         num_tokens=row.num_tokens + count,
     )
-    if chunk.source is None or chunk.source[1:] == row.latest:
+    if chunk.source[1:] == row.latest:
         return after
     _, version, step = chunk.source
     if not row.num_tokens:
@@ -489,12 +487,9 @@ def segment_lengths(chunks: Sequence[Chunk]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def compute_spans(row: Row, chunks: Sequence[Chunk]) -> tuple[TokenSpan, ...]:
-    """Split the row's response by source, given all of its chunks in order.
-
-    Chunks of releases without sources are attributed to the replica that opened the row last.
-    """
-    parts = groupby(chunks, lambda chunk: chunk.source or row.source)
+def compute_spans(chunks: Sequence[Chunk]) -> tuple[TokenSpan, ...]:
+    """Split a response by source, given all of its chunks in order."""
+    parts = groupby(chunks, lambda chunk: chunk.source)
     return tuple(
         TokenSpan._make((*source, sum(len(chunk.tokens) for chunk in part) // TOKEN_BYTES))
         for source, part in parts

@@ -37,6 +37,14 @@ WRITER_PRAGMAS = (
     "PRAGMA cache_size = -65536",
 )
 
+#: Trajectories whose payload may be removed. A batch may be trained again including the rows
+#: left out for mismatch, and nothing records which batch that was, so those are kept.
+PAYLOAD_KEPT = (
+    f"\"end\" IS NOT NULL AND end_reason IS NOT '{DropReason.MISMATCH}' AND payload_removed IS NULL"
+)
+#: Completed steps from which on no trainer needs the payload.
+PAYLOAD_STEP = "CASE \"end\" WHEN 'trained' THEN end_step ELSE version_step END"
+
 TABLES = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     """
@@ -79,7 +87,8 @@ TABLES = (
         last_version INTEGER,
         last_step INTEGER,
         turns INTEGER NOT NULL DEFAULT 0,
-        context_tokens INTEGER NOT NULL DEFAULT 0
+        context_tokens INTEGER NOT NULL DEFAULT 0,
+        payload_removed INTEGER  -- 1: its chunks have no bytes any more
     )
     """,
     """
@@ -96,16 +105,13 @@ TABLES = (
         replica TEXT,
         weight_version INTEGER,
         version_step INTEGER,
+        read TEXT NOT NULL DEFAULT '',  -- digest of all ids that were read before it
         PRIMARY KEY (trajectory_id, attempt, segment, "offset")
     )
     """,
     "CREATE INDEX chunk_files ON chunks (file) WHERE file IS NOT NULL",
-)
-
-#: Tables added by later releases; created in a database that lacks them.
-LATER_TABLES = (
     """
-    CREATE TABLE IF NOT EXISTS prompt_ids (
+    CREATE TABLE prompt_ids (
         purpose TEXT NOT NULL CHECK (purpose IN ('train', 'eval')),
         row_index INTEGER NOT NULL,
         ids BLOB NOT NULL,
@@ -116,17 +122,19 @@ LATER_TABLES = (
     # Tokens that the model reads before a turn and did not sample: after the turn that it follows,
     # or (0) in place of the row's prompt. NULL: removed, like the tokens of chunks.
     """
-    CREATE TABLE IF NOT EXISTS contexts (
+    CREATE TABLE contexts (
         trajectory_id TEXT NOT NULL,
         turn INTEGER NOT NULL,
         num_tokens INTEGER NOT NULL,
         tokens BLOB,
+        parent INTEGER,  -- turn that it follows, -1: none; NULL: the turn before
+        options TEXT,  -- messages.TurnOptions as JSON; NULL: none
         PRIMARY KEY (trajectory_id, turn)
     )
     """,
     # Tool calls. An at-most-once call is recorded with its owner before it is made.
     """
-    CREATE TABLE IF NOT EXISTS effects (
+    CREATE TABLE effects (
         trajectory_id TEXT NOT NULL,
         attempt INTEGER NOT NULL,
         turn INTEGER NOT NULL,
@@ -136,39 +144,11 @@ LATER_TABLES = (
         arguments TEXT NOT NULL,
         status TEXT NOT NULL CHECK (status IN ('intended', 'done', 'failed', 'timed-out', 'lost')),
         result TEXT NOT NULL,
+        seconds REAL NOT NULL DEFAULT 0,
         PRIMARY KEY (trajectory_id, attempt, turn, call)
     )
     """,
-)
-
-#: (table, column, type) added by later releases; added to a database that lacks them.
-LATER_COLUMNS = (
-    ("trajectories", "extras", "TEXT"),
-    ("trajectories", "last_version", "INTEGER"),
-    ("trajectories", "last_step", "INTEGER"),
-    ("trajectories", "turns", "INTEGER NOT NULL DEFAULT 0"),
-    ("trajectories", "context_tokens", "INTEGER NOT NULL DEFAULT 0"),
-    ("trajectories", "payload_removed", "INTEGER"),  # 1: its chunks have no bytes any more
-    ("effects", "seconds", "REAL NOT NULL DEFAULT 0"),
-    ("contexts", "parent", "INTEGER"),  # turn that it follows, -1: none; NULL: the turn before
-    ("contexts", "options", "TEXT"),  # messages.TurnOptions as JSON; NULL: none
-    ("chunks", "replica", "TEXT"),
-    ("chunks", "weight_version", "INTEGER"),
-    ("chunks", "version_step", "INTEGER"),
-    ("chunks", "read", "TEXT NOT NULL DEFAULT ''"),  # digest of all ids that were read before it
-)
-
-#: Trajectories whose payload may be removed. A batch may be trained again including the rows
-#: left out for mismatch, and nothing records which batch that was, so those are kept.
-PAYLOAD_KEPT = (
-    f"\"end\" IS NOT NULL AND end_reason IS NOT '{DropReason.MISMATCH}' AND payload_removed IS NULL"
-)
-#: Completed steps from which on no trainer needs the payload.
-PAYLOAD_STEP = "CASE \"end\" WHEN 'trained' THEN end_step ELSE version_step END"
-
-LATER_INDEX = (
-    f"CREATE INDEX IF NOT EXISTS payloads ON trajectories ({PAYLOAD_STEP}, num_tokens) "
-    f"WHERE {PAYLOAD_KEPT}"
+    f"CREATE INDEX payloads ON trajectories ({PAYLOAD_STEP}, num_tokens) WHERE {PAYLOAD_KEPT}",
 )
 
 #: Columns of `rules.Row`, in its order. Further columns: `reward` (readable), `text` and `extras`

@@ -21,14 +21,7 @@ from laminar.storage import payload_files
 from laminar.storage.messages import Extras
 from laminar.storage.rows import PayloadRemoved, PromptKey, Response
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source, TokenSpan
-from laminar.storage.schema import (
-    LATER_COLUMNS,
-    LATER_INDEX,
-    LATER_TABLES,
-    PAYLOAD_KEPT,
-    PAYLOAD_STEP,
-    ROW_COLUMNS,
-)
+from laminar.storage.schema import PAYLOAD_KEPT, PAYLOAD_STEP, ROW_COLUMNS
 from laminar.storage.turn_tables import TurnTables
 
 _INSERT_ROW = (
@@ -46,10 +39,7 @@ _prompt_ids = msgspec.msgpack.Decoder(_PromptIds)
 
 
 class StoredChunk(NamedTuple):
-    """A row of `chunks`; the payload is in two blobs or in a file (tokens, then log-probs).
-
-    The source is None if an earlier release stored the chunk without it.
-    """
+    """A row of `chunks`; the payload is in two blobs or in a file (tokens, then log-probs)."""
 
     trajectory_id: str
     attempt: int
@@ -60,10 +50,10 @@ class StoredChunk(NamedTuple):
     tokens: bytes | None
     logprobs: bytes | None
     file: str | None
-    replica: str | None = None
-    weight_version: int | None = None
-    version_step: int | None = None
-    read: str = ""  #: see Chunk
+    replica: str
+    weight_version: int
+    version_step: int
+    read: str  #: see Chunk
 
     @property
     def removed(self) -> bool:
@@ -71,9 +61,7 @@ class StoredChunk(NamedTuple):
         return self.tokens is None and self.file is None
 
     @property
-    def source(self) -> Source | None:
-        if self.replica is None or self.weight_version is None or self.version_step is None:
-            return None
+    def source(self) -> Source:
         return Source(self.replica, self.weight_version, self.version_step)
 
 
@@ -121,18 +109,6 @@ class Tables:
         self.turns = TurnTables(connection)
         self.unnamed: set[str] = set()  #: files of removed payloads that may still exist
 
-    def migrate_schema(self) -> None:
-        """Add the tables and columns that a database of an earlier release lacks."""
-        for table in LATER_TABLES:
-            self._db.execute(table)
-        for table, name, kind in LATER_COLUMNS:
-            if name not in self._list_columns(table):
-                self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
-        self._db.execute(LATER_INDEX)
-
-    def _list_columns(self, table: str) -> set[str]:
-        return {found[1] for found in self._db.execute(f"PRAGMA table_info({table})")}
-
     def get_meta(self) -> dict[str, str]:
         """Return the facts about the whole store, by the keys of `schema.META`."""
         return dict(self._db.execute("SELECT key, value FROM meta"))
@@ -164,8 +140,6 @@ class Tables:
 
     def damaged_prompt_ids(self) -> list[PromptKey]:
         """Return the prompts whose ids do not match their digest, or that have no row."""
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'prompt_ids'").fetchone():
-            return []  # a database of an earlier release: all ids are in the payloads
         sql = (
             "SELECT i.purpose, i.row_index, i.ids, i.digest, p.payload IS NULL FROM prompt_ids i "
             "LEFT JOIN prompts p USING (purpose, row_index) ORDER BY 1, 2"
@@ -250,9 +224,7 @@ class Tables:
         self._db.execute(sql, (score, text, encoded, trajectory_id))
 
     def get_extras(self, trajectory_id: str) -> Extras:
-        """Return the further values of its reward function; empty in a database without them."""
-        if "extras" not in self._list_columns("trajectories"):
-            return {}
+        """Return the further values of its reward function."""
         sql = "SELECT extras FROM trajectories WHERE id = ?"
         found = self._db.execute(sql, (trajectory_id,)).fetchone()
         return msgspec.json.decode(found[0], type=Extras) if found and found[0] else {}
@@ -268,9 +240,8 @@ class Tables:
             tokens = logprobs = None
         count = len(chunk.tokens) // TOKEN_BYTES
         key = (row.id, row.attempt, chunk.segment, chunk.offset)
-        source = chunk.source or row.source
         payload = tokens, logprobs, file
-        values = StoredChunk(*key, row.placement, count, *payload, *source, chunk.read)
+        values = StoredChunk(*key, row.placement, count, *payload, *chunk.source, chunk.read)
         self._db.execute(_INSERT_CHUNK, values)
 
     def drop_chunks(self, trajectory_id: str) -> None:
@@ -295,7 +266,7 @@ class Tables:
 
     def get_spans(self, row: Row) -> tuple[TokenSpan, ...]:
         """Return the row's spans, like `rules.compute_spans`, also of a removed payload."""
-        parts = groupby(self.stored_chunks(row.id), lambda chunk: chunk.source or row.source)
+        parts = groupby(self.stored_chunks(row.id), lambda chunk: chunk.source)
         return tuple(
             TokenSpan._make((*who, sum(c.num_tokens for c in part))) for who, part in parts
         )
@@ -365,9 +336,7 @@ class Tables:
         return bool(found) and all(chunk.removed for chunk in found)
 
     def removed_payloads(self) -> set[str]:
-        """Return the trajectories with a removed payload; none in a database of an old release."""
-        if "payload_removed" not in self._list_columns("trajectories"):
-            return set()
+        """Return the trajectories with a removed payload."""
         sql = "SELECT id FROM trajectories WHERE payload_removed = 1"
         return {name for (name,) in self._db.execute(sql)}
 

@@ -144,7 +144,6 @@ class Transactions:
             for statement in schema.TABLES:
                 self._db.execute(statement)
             self._tables.set_meta(schema.META)
-        self._tables.migrate_schema()
         meta = self._tables.get_meta()
         if meta.keys() != schema.META.keys() or meta["format"] != schema.FORMAT:
             raise ConfigError(

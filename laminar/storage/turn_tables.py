@@ -9,7 +9,6 @@ No other table refers to these two; tables.py knows the columns of all others.
 from __future__ import annotations
 
 import sqlite3
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -72,18 +71,12 @@ class TurnTables:
 
     def get_parents(self, row: Row) -> Parents:
         """Return the turn that each of the row's turns follows; () if always the one before."""
-        if not row.turns or not self._has_parents:
+        if not row.turns:
             return ()
         sql = "SELECT turn, parent FROM contexts WHERE trajectory_id = ? AND parent IS NOT NULL"
         found: dict[int, int] = dict(self._db.execute(sql, (row.id,)))
         parents = (ROOT, *(found.get(turn, turn - 1) for turn in range(1, row.turns + 1)))
         return parents if found else ()
-
-    @cached_property
-    def _has_parents(self) -> bool:
-        """Whether the database knows parents; one of an earlier release has only lines."""
-        columns = self._db.execute("PRAGMA table_info(contexts)")
-        return "parent" in {column[1] for column in columns}
 
     def drop_contexts(self, trajectory_id: str) -> None:
         """Delete the contexts of an attempt that restarts; its calls are kept."""

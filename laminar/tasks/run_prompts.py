@@ -51,9 +51,7 @@ class RunPrompts:
             _make_payloads(check_prompts(tokenizer, rows, self._config.data, self._tools))
             for rows in (prompts.train, prompts.held_out)
         )
-        before = prompts.earlier
-        earlier = None if before is None else self._check_rows(tokenizer, before)
-        return LoadedPrompts(train, held_out, prompts.overlap, prompts.digest, earlier)
+        return LoadedPrompts(train, held_out, prompts.overlap, prompts.digest)
 
     def _tokenise_prompts(self, prompts: Mapping[PromptKey, bytes]) -> dict[PromptKey, bytes]:
         assert self._tokenizer is not None, "the data is not loaded yet"

@@ -252,8 +252,8 @@ class Arrival:
             chunk_bytes=chunk_bytes,
         )
         region = relay.machine.slots.get_region(slot)
-        self.copy = VersionCopy(mf.unseal_manifest(self.manifest), slot, region)
-        self.copy.set_expected(self.manifest.chunk_checksums, self.manifest.digest)
+        draft, sums = mf.unseal_manifest(self.manifest), self.manifest.chunk_checksums
+        self.copy = VersionCopy(draft, slot, region, sums, self.manifest.digest)
         self.table.put(self.copy)
 
     def come(self, *chunks: int) -> None:

@@ -191,7 +191,6 @@ def test_the_tools_of_an_environment_are_known_before_a_run(tmp_path: Path) -> N
 
 
 def test_games_of_one_prompt_are_told_apart_by_their_columns(tmp_path: Path) -> None:
-    """A run begun before columns counted keeps its rows when it is resumed."""
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"game {n % 9}", "answer": f"{n}"} for n in range(20)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -199,10 +198,7 @@ def test_games_of_one_prompt_are_told_apart_by_their_columns(tmp_path: Path) -> 
     checked = check_settings(of_calculator(tmp_path, *words, "data.val_size=4"))
     plan = look_at_data(checked)
     assert (plan.num_train, plan.num_held_out, plan.overlap) == (16, 4, 0)
-    before = load_prompts(checked.data)
-    resumed = look_at_data(checked, before.digest)
-    assert (resumed.num_train, resumed.data_digest) == (len(before.train), before.digest)
-    assert resumed.num_train < 16
+    assert len(load_prompts(checked.data).train) < 16
 
 
 def test_an_environment_that_gives_the_reward_needs_no_answers(

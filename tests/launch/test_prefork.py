@@ -83,7 +83,7 @@ def test_its_warm_process_makes_the_checks(
         expected = str(error)
     monkeypatch.delattr(early_module, "look_at_data")
     try:
-        found: object = early.look_at_data(config, "")
+        found: object = early.look_at_data(config)
     except ConfigError as error:
         found = str(error)
     assert found == expected and isinstance(expected, str) == bool(words)
@@ -95,8 +95,8 @@ def test_the_checks_are_made_here_without_its_warm_process(
     monkeypatch.setattr(early_module, "look_at_data", lambda *arguments: arguments)
     warm_process(early._process.pid).kill()
     config = load_config([QUICKSTART], ["data.dataset_size=200"])
-    assert early.look_at_data(config, "digest") == (config, "digest", load_prompts(config.data))
+    assert early.look_at_data(config) == (config, load_prompts(config.data))
     monkeypatch.undo()
     emulated = load_config([], ["rollout.engine=emulated"])
     with contextlib.closing(PreforkedNode(emulated, ["store"])) as node:  # no process imports torch
-        assert node.look_at_data(emulated, "") == look_at_data(emulated)
+        assert node.look_at_data(emulated) == look_at_data(emulated)

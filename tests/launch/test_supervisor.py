@@ -225,8 +225,8 @@ def test_a_run_stopped_before_its_coordinator_leaves_no_directory(
         def __init__(self, *arguments: object) -> None:
             pass
 
-        def look_at_data(self, config: Config, known: str) -> RunPlan:
-            return look_at_data(config, known)
+        def look_at_data(self, config: Config) -> RunPlan:
+            return look_at_data(config)
 
         def close(self) -> None:
             pass

@@ -162,17 +162,3 @@ def test_a_line_is_stored_as_ever(tmp_path: Path) -> None:
         database.close()
         found.append(contents(folder / "store.sqlite"))
     assert found[0] == found[1]
-
-
-def test_a_store_of_an_earlier_release_has_lines_only(database: Database, path: Path) -> None:
-    said = [go_on(NAME, (7,)), append(NAME, (3,), segment=1), finish(NAME, 3)]
-    answers(database, *list(play())[:3], *said)
-    database.close()
-    with sqlite3.connect(path) as db:
-        db.execute("ALTER TABLE contexts DROP COLUMN parent")
-    assert books.check_integrity(path) == []
-    later = Database(path, 2)
-    assert answers(later, go_on(NAME, (8,), turn=2, parent=-1)) == ["ok"]
-    assert one(later, open_(NAME, placement=2)).parents == (-1, 0, -1)
-    later.close()
-    assert books.check_integrity(path) == []

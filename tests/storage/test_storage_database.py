@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from contextlib import closing
 
 import msgspec
@@ -49,35 +48,6 @@ def test_what_a_reward_gave_besides_the_score_is_kept_with_it(database):
     assert fetched(database, "0.1.0").extras == given
     answers(database, open_("0.2.0"))
     assert fetched(database, "0.2.0").extras == {}
-
-
-def test_a_database_from_before_there_were_extras_is_written_on(path):
-    filled(path).close()
-    with sqlite3.connect(path) as old:
-        old.execute("ALTER TABLE trajectories DROP COLUMN extras")
-    old.close()
-    database = Database(path, 1)
-    answers(database, *LIFE[:5], reward("0.1.0", 0.5, extras={"acc": 1.0}))
-    assert fetched(database, "0.1.0").extras == {"acc": 1.0}
-    database.close()
-
-
-def test_chunks_from_before_they_had_a_source_count_for_who_opened_the_row_last(path):
-    database = filled(path)
-    answers(database, open_("0.1.0"), append("0.1.0", (1, 2)))
-    database.close()
-    with sqlite3.connect(path) as old:
-        for column in ("replica", "weight_version", "version_step", "read"):
-            old.execute(f"ALTER TABLE chunks DROP COLUMN {column}")
-    old.close()
-    assert books.check_integrity(path) == []
-    database = Database(path, 1)
-    answers(database, open_("0.1.0", 2, replica="rollout-1"))
-    answers(database, append("0.1.0", (3,), offset=2, placement=2))
-    answers(database, open_("0.1.0", 3, replica="rollout-2"))
-    assert fetched(database, "0.1.0").spans == (("rollout-2", 5, 4, 2), ("rollout-1", 5, 4, 1))
-    database.close()
-    assert books.check_integrity(path) == []
 
 
 LIFE = [

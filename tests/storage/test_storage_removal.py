@@ -159,18 +159,3 @@ def test_what_was_not_removed_so_is_noticed(path, database, sql, problem):
         db.execute(sql)
     db.close()
     assert problem in books.check_integrity(path)
-
-
-def test_a_database_of_an_earlier_release_can_do_it(path):
-    database = filled(path)
-    life(database, "0.0.0", how="trained", step=0)
-    database.close()
-    with sqlite3.connect(path) as db:
-        db.execute("DROP INDEX payloads")
-        db.execute("ALTER TABLE trajectories DROP COLUMN payload_removed")
-    db.close()
-    assert names(path) == [] and books.check_integrity(path) == []
-    database = Database(path, 1)
-    assert remove(database, 1, 0) == 1
-    database.close()
-    assert names(path) == ["0.0.0"]

@@ -279,9 +279,9 @@ def test_the_digest_does_not_depend_on_the_cut_and_covers_every_byte():
 
 
 def test_spans_join_what_one_source_sampled_in_a_row():
-    """Chunks without a source count for the row's; one that comes back has a span of its own."""
-    parts = [(2, None), (1, HELD.source), (3, OTHER), (1, OTHER), (1, HELD.source)]
+    """A source that comes back has a separate span."""
+    parts = [(2, HELD.source), (1, HELD.source), (3, OTHER), (1, OTHER), (1, HELD.source)]
     chunks = [Chunk(0, 0, ints(*range(n)), b"", source) for n, source in parts]
-    found = rules.compute_spans(HELD, chunks)
+    found = rules.compute_spans(chunks)
     assert found == ((*HELD.source, 3), (*OTHER, 4), (*HELD.source, 1))
-    assert rules.compute_spans(HELD, []) == ()
+    assert rules.compute_spans([]) == ()

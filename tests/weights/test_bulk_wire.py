@@ -20,18 +20,16 @@ DOWN = [
     wire.Offer(
         number=2,
         draft=draft(5, 256, 64),
-        checksums=b"",
-        digest="",
+        checksums=b"y" * 32,
+        digest=DIGEST,
         base=wire.Base(version=4, digest=DIGEST),
     ),
-    wire.Seal(version=5, digest=DIGEST),
     wire.Proof(proof=bytes(32)),
 ]
 UP = [
     wire.Challenge(name="relay-1", incarnation=2, nonce=bytes(16), proof=bytes(32)),
     wire.ChainWelcome(held={3: DIGEST, 4: DIGEST}, partial=(5, 6)),
     wire.PeerRefused(reason="another run"),
-    wire.ShareStarted(version=6),
     wire.Want(offer=1, have=b"\xa0", from_block=None),
     wire.Want(offer=1, have=b"\x00", from_block=2),
     wire.Resend(version=5, position=1),
@@ -112,7 +110,6 @@ def test_a_draft_cannot_ask_for_more_chunks_than_fit_into_memory() -> None:
     size = 64 << 40
     offer["draft"] |= {"total_bytes": size, "chunk_bytes": 1}
     offer["draft"]["tensors"][0] |= {"nbytes": size, "shape": [size // 2]}
-    offer["draft"]["parts"][0]["nbytes"] = size
     with pytest.raises(BadBytes, match="chunks are above the limit"):
         decoded(wire.predecessor_decoder, framed(msgspec.msgpack.encode(offer)))
 

@@ -26,7 +26,7 @@ from laminar.weights.delta.cache import DeltaCache
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import VersionCopy, pack_have
 from laminar.weights.version.table import VersionTable
-from tools.bench.weights.relay_process import chunks_of_ranks, digest_of, draft
+from tools.bench.weights.relay_process import digest_of, draft
 
 SIZE, CHUNK = 4096, 512
 CHUNKS = SIZE // CHUNK
@@ -134,19 +134,6 @@ class Relay:
         self.slots.commit(grant.slot, "trainer", version)
         self.put(VersionCopy.from_manifest(manifest, grant.slot, self.region(grant.slot)))
 
-    def publish_share(self, version: int, rank: int) -> None:
-        grant = self.slots.grant_slot(f"trainer-{version}")
-        assert grant is not None
-        data, like = content(version), draft(version, SIZE, CHUNK, PARTS)
-        bounds, mine = mf.chunk_bounds(like), chunks_of_ranks(like, [rank])
-        self.memory[grant.slot][:] = bytes(SIZE)
-        for i in mine:
-            self.memory[grant.slot][bounds[i] : bounds[i + 1]] = data[
-                bounds[i] : bounds[i + 1]
-            ].data
-        sums = {i: xxhash.xxh3_64_intdigest(data[bounds[i] : bounds[i + 1]]) for i in mine}
-        self.put(VersionCopy.from_share(like, grant.slot, self.region(grant.slot), sums))
-
     def put(self, copy: VersionCopy) -> None:
         self.table.put(copy)
         self.receiver.handle_publish(copy)
@@ -179,12 +166,6 @@ class Relay:
         assert self.slots.get_state(copy.slot) == HeldSlot(version)
         assert copy.digest == digest_of(self.memory[copy.slot])
         return True
-
-
-PARTS = tuple(
-    mf.RankPart(rank=rank, offset=start, nbytes=end - start)
-    for rank, start, end in ((0, 0, 700), (1, 700, 2600), (0, 2600, 3000), (1, 3000, SIZE))
-)
 
 
 def join(first: Relay, second: Relay) -> tuple[Link, Link]:
@@ -422,44 +403,6 @@ def test_a_version_that_does_not_fit_is_declined() -> None:
     run([a, b], links)
     assert b.troubles() == [("denied", 0)] and a.troubles() == [("declined", 0)]
     assert b.slots.grant_slot("plane") is not None
-
-
-def test_a_digest_that_comes_while_a_slot_is_awaited_is_not_lost() -> None:
-    a, b, c = Relay("a"), Relay("b"), Relay("c", grants=False)
-    a.grants = b.grants = False
-    links = [*join(a, b), *join(b, c), *join(c, a)]
-    for rank, relay in enumerate((a, b)):
-        relay.publish_share(3, rank)
-    run([a, b, c], links)
-    assert any(isinstance(message, wire.Seal) for message in links[2].said)
-    c.grants = True
-    run([a, b, c], links)
-    assert c.received() == [3]
-
-
-def test_a_version_that_got_stuck_gives_way_to_a_newer_one() -> None:
-    a, b, c = Relay("a"), Relay("b", grants=False), Relay("c")
-    links = [*join(a, b), *join(b, c)]
-    a.publish_share(1, 0)
-    b.publish_share(1, 1)
-    links[0].hold = FrameKind.CHUNK
-    run([a, b, c], links)
-    b.publish_share(2, 1)
-    run([a, b, c], links)
-    assert c.receiver.incoming is not None and c.receiver.incoming.version == 1  # still hoped for
-    part(a, b)
-    run([b, c], links[2:])
-    assert c.receiver.incoming.version == 2
-
-
-def test_publishers_that_disagree_are_found() -> None:
-    a, b = Relay("a"), Relay("b", grants=False)
-    links = [*join(a, b)]
-    a.publish_share(1, 0)
-    bad = VersionCopy.from_share(draft(1, SIZE, CHUNK), 0, b.region(0), {0: 1})
-    b.put(bad)
-    run([a, b], links)
-    assert b.troubles() == [("wrong-layout", 1)] and a.troubles() == [("declined", 1)]
 
 
 # --- deltas -----------------------------------------------------------------------------------
@@ -723,78 +666,6 @@ def test_whatever_happens_no_wrong_version_is_held_and_the_newest_arrives(seed: 
         writing = [relay.slots.get_state(i) for i in range(SLOTS)]
         assert not any(isinstance(state, WritingSlot) for state in writing), (seed, writing)
         assert all(relay.table.try_forget(v) for v in relay.slots.versions_held), seed
-
-
-class Ring:
-    """Two publishing relays and some others in a ring, cut and joined at random."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.relays = [Relay(f"relay-{i}") for i in range(self.random.randint(2, 4))]
-        for publisher in self.relays[:2]:
-            publisher.grants = False  # its own trainer says where a version goes
-        self.hops: dict[int, tuple[Link, Link]] = {}
-        self.published = [-1, -1]
-
-    def connect(self, index: int) -> None:
-        following = self.relays[(index + 1) % len(self.relays)]
-        self.hops[index] = join(self.relays[index], following)
-
-    def cut(self, index: int) -> None:
-        self.hops.pop(index)
-        part(self.relays[index], self.relays[(index + 1) % len(self.relays)])
-
-    def publish(self, rank: int) -> None:
-        """The next version, at most one ahead of the other rank."""
-        relay, version = self.relays[rank], self.published[rank] + 1
-        if version > self.published[1 - rank] + 1 or relay.slots.grant_slot("trainer") is None:
-            return
-        relay.slots.abandon_slot("trainer")
-        relay.publish_share(version, rank)
-        self.published[rank] = version
-
-    def step(self) -> None:
-        draw = self.random.random()
-        hop = self.random.randrange(len(self.relays))
-        if draw < 0.01:
-            self.publish(self.random.randrange(2))
-        elif hop not in self.hops:
-            self.connect(hop)
-        elif draw < 0.014 or any(link.failed for link in self.hops[hop]):
-            self.cut(hop)
-        elif draw < 0.4:
-            self.relays[hop].turn()
-        else:
-            link = self.random.choice(self.hops[hop])
-            if link.frames:
-                link.move()
-
-    def heal(self) -> None:
-        for index in range(len(self.relays)):
-            if index in self.hops and any(link.failed for link in self.hops[index]):
-                self.cut(index)
-            if index not in self.hops:
-                self.connect(index)
-        links = [link for pair in self.hops.values() for link in pair]
-        run(self.relays, links)
-        last = max(self.published) + 1
-        for rank in (0, 1, 0, 1):  # the one that is behind catches up
-            if self.published[rank] < last:
-                self.publish(rank)
-                run(self.relays, links)
-        assert self.published == [last, last], [r.slots for r in self.relays[:2]]
-        settle(self.relays, links, lambda: all(r.holds(last) for r in self.relays))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_shares_of_two_ranks_find_together_whatever_happens(seed: int) -> None:
-    ring = Ring(seed)
-    for _ in range(2000):
-        ring.step()
-        for relay in ring.relays:
-            for version in relay.slots.versions_held:
-                assert relay.table.get(version) is None or relay.holds(version), (seed, version)
-    ring.heal()
 
 
 def test_a_fetch_gets_a_chunk_now_and_then_while_the_chain_sends() -> None:

@@ -44,26 +44,6 @@ def test_round_trip() -> None:
         assert mf.decode(mf.encode(manifest)) == manifest
 
 
-SHARDS = (
-    mf.RankPart(rank=0, offset=0, nbytes=96),
-    mf.RankPart(rank=1, offset=96, nbytes=64),
-    mf.RankPart(rank=0, offset=192, nbytes=12),
-    mf.RankPart(rank=1, offset=256, nbytes=4),
-    mf.RankPart(rank=0, offset=320, nbytes=160),
-)
-
-
-def test_parts_may_leave_out_padding_only() -> None:
-    assert build(parts=SHARDS).parts == SHARDS
-    for index in range(len(SHARDS)):
-        with pytest.raises(mf.ManifestError, match="no part holds"):
-            build(parts=SHARDS[:index] + SHARDS[index + 1 :])
-    with pytest.raises(mf.ManifestError, match="overlaps"):
-        build(parts=(*SHARDS, SHARDS[0]))
-    with pytest.raises(mf.ManifestError, match="overlaps"):
-        build(parts=(mf.RankPart(rank=0, offset=0, nbytes=513),))
-
-
 INCONSISTENT: list[tuple[dict[str, Any], str]] = [
     ({"tensors": ()}, "at least one"),
     ({"tensors": changed(1, name="embed")}, "twice"),
@@ -77,7 +57,6 @@ INCONSISTENT: list[tuple[dict[str, Any], str]] = [
     ({"total_bytes": 513}, "take 512"),
     ({"total_bytes": 448}, "take 512"),
     ({"dtype": "bfloat16"}, "not bfloat16"),
-    ({"parts": ()}, "no part holds"),
     ({"chunk_checksums": (1, 2, 3, 4, 5)}, "5 checksums for 6"),
     ({"chunk_bytes": 512}, "6 checksums for 1"),
     ({"kind": "adapter"}, "kind 'adapter' is reserved"),

@@ -14,8 +14,7 @@ import pytest
 
 from laminar.weights.chain.core import PlaneOptions
 from laminar.weights.chain.reports import NeighbourUp, SlotReturned, SlotWanted, Trouble
-from laminar.weights.version import manifest as mf
-from tools.bench.weights.relay_process import RelayProcess, digest_of, draft
+from tools.bench.weights.relay_process import RelayProcess, digest_of
 
 pytestmark = pytest.mark.process
 
@@ -266,28 +265,6 @@ def test_versions_published_during_a_broadcast(cluster: Cluster) -> None:
         check(relay, 4, digest)
         received = {h.report.manifest.version for h in relay.happened if "manifest" in repr(h)}
         assert received == {1, 4}
-
-
-def test_two_ranks_on_two_machines_publish_one_version(cluster: Cluster) -> None:
-    a, b = cluster.relay("a", grants=False), cluster.relay("b", grants=False)
-    c = cluster.relay("c")
-    for first, second in ((a, b), (b, c), (c, a)):
-        first.set_successor(1, second)
-    rows = SIZE // 64
-    parts = tuple(
-        mf.RankPart(rank=i % 2, offset=i * rows + (i % 2) * 100, nbytes=rows + 100 - (i % 2) * 200)
-        for i in range(64)
-    )
-    parts = (*parts[:-1], mf.RankPart(rank=1, offset=63 * rows + 100, nbytes=rows - 100))
-    like = draft(1, SIZE, CHUNK, parts)
-    a.publish_share(like, 0)
-    b.publish_share(like, 1)
-    whole = np.empty(SIZE, np.uint8)
-    random_fill(1, whole)
-    for relay in (a, b, c):
-        check(relay, 1, digest_of(whole))
-        assert troubles(relay) == []
-    assert a.status().bytes_received < SIZE  # only what it lacked
 
 
 def test_deltas_go_down_the_chain_and_fall_back_to_chunks(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import WeightsCorrupt, compute_checksums, verify_weights
-from laminar.weights.version.tensors import TORCH_DTYPES, tensor_view, write_tensors
+from laminar.weights.version.tensors import TORCH_DTYPES, tensor_view, write_rows, write_tensors
 
 SHAPES = [("embed", (7, 5)), ("scale", ()), ("norm", (3,)), ("conv", (2, 3, 4))]
 
@@ -46,7 +46,6 @@ def describe(
         dtype=specs[0].dtype,
         total_bytes=total,
         tensors=tuple(specs),
-        parts=(mf.RankPart(rank=0, offset=0, nbytes=total),),
         chunk_bytes=chunk_bytes,
         chunk_checksums=tuple(chunks),
         digest=digest,
@@ -187,6 +186,24 @@ def test_wrong_tensors_are_refused() -> None:
     for message, given in bad.items():
         with pytest.raises(mf.ManifestError, match=message):
             write_tensors(slot(), specs, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "starts"), [("embed", (0, 0)), ("embed", (3, 0)), ("embed", (0, 2)), ("scale", (0, 0))]
+)
+def test_rows_that_were_written_before_are_refused(name: str, starts: tuple[int, ...]) -> None:
+    tensor, specs = random_tensors()[name], mf.make_layout([(name, dict(SHAPES)[name])], "float32")
+    rows = [(name, start, tensor[start : start + 3] if tensor.ndim else tensor) for start in starts]
+    with pytest.raises(mf.ManifestError, match=f"'{name}' are written again or out of order"):
+        write_rows(slot(), specs, rows)
+
+
+def test_rows_between_two_parts_may_be_those_of_another_process() -> None:
+    specs, view, tensor = mf.make_layout(SHAPES[:1], "float32"), slot(), random_tensors()["embed"]
+    write_rows(view, specs, [("embed", first, tensor[first : first + 2]) for first in (0, 4)])
+    write_rows(view, specs, [("embed", first, tensor[first : first + 2]) for first in (2, 6)])
+    ((_, back),) = read_tensors(view, specs)
+    assert torch.equal(back, tensor)
 
 
 def test_a_slot_that_is_too_small_is_refused() -> None:

@@ -91,7 +91,7 @@ STRANGERS = [
     (framed(FrameHeader(FrameKind.MESSAGE, wire.HANDSHAKE_BYTES_MAX + 1, 0, 0, 0)), "bad-length"),
     (framed(FrameHeader(FrameKind.MESSAGE, 3, 0, 0, 7), b"abc"), "damaged-message"),
     (framed(FrameHeader(FrameKind.CHUNK, 8, 0, 0, 0), bytes(8)), "no-hello"),
-    (wire.encode(wire.Seal(version=1, digest=DIGEST)), "no-hello"),
+    (wire.encode(wire.Proof(proof=bytes(32))), "no-hello"),
     (wire.encode(wire.VersionDone(version=1, digest=DIGEST)), "not-a-message"),
     (hello(run="another"), "other-run"),
 ]
@@ -243,7 +243,8 @@ def test_a_predecessor_that_goes_wrong_is_reported(
 
 def test_a_block_that_belongs_to_nothing_is_dropped(probe: Callable[..., Probe]) -> None:
     relay = probe("relay-0")
-    offer = wire.Offer(number=1, draft=draft(1, 4096, 1024), checksums=b"", digest="", base=None)
+    like, sums = draft(1, 4096, 1024), bytes(4 * 8)
+    offer = wire.Offer(number=1, draft=like, checksums=sums, digest=DIGEST, base=None)
     with socket.create_connection((relay.host, relay.port)) as sock:
         greet(sock)
         sock.sendall(framed(FrameHeader(FrameKind.BLOCK, 8, 0, 3, 0), bytes(8)))

@@ -10,20 +10,16 @@ from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import DIGEST_CHUNKS, VersionCopy, pack_have, unpack_have
 from laminar.weights.version.hashes import compute_checksums
 from laminar.weights.version.table import VersionTable
-from tools.bench.weights.relay_process import chunks_of_ranks, draft
+from tools.bench.weights.relay_process import draft
 
 SIZE, CHUNK = 1024, 64
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
 SUMS, DIGEST = compute_checksums(DATA, SIZE, CHUNK)
-PARTS = tuple(
-    mf.RankPart(rank=rank, offset=start, nbytes=end - start)
-    for rank, start, end in ((0, 0, 100), (1, 100, 500), (1, 500, 630), (0, 630, 1024))
-)
 
 
-def arriving(parts: tuple[mf.RankPart, ...] | None = None) -> VersionCopy:
+def arriving() -> VersionCopy:
     slot = Region(memoryview(bytearray(SIZE + 100)))
-    return VersionCopy(draft(7, SIZE, CHUNK, parts), 2, slot)
+    return VersionCopy(draft(7, SIZE, CHUNK), 2, slot, SUMS, DIGEST)
 
 
 def put(copy: VersionCopy, index: int) -> None:
@@ -31,21 +27,8 @@ def put(copy: VersionCopy, index: int) -> None:
     copy.get_chunk(index).view[:] = DATA[start:end].data
 
 
-def test_chunks_end_where_another_rank_begins() -> None:
-    like = draft(7, SIZE, CHUNK, PARTS)
-    bounds = mf.chunk_bounds(like)
-    assert bounds[:3] == [0, 64, 100] and bounds[-1] == SIZE
-    assert 500 not in bounds and 630 in bounds  # both sides of 500 are rank 1's
-    assert mf.count_chunks(like) == len(bounds) - 1
-    ours, theirs = (chunks_of_ranks(like, [rank]) for rank in (0, 1))
-    assert sorted([*ours, *theirs]) == list(range(len(bounds) - 1))
-    assert bounds[theirs[0]] == 100 and bounds[theirs[-1] + 1] == 630
-    assert chunks_of_ranks(like, [0, 1]) == list(range(len(bounds) - 1))
-
-
 def test_a_chunk_counts_when_it_has_its_checksum() -> None:
     copy = arriving()
-    copy.set_expected(SUMS, DIGEST)
     assert not copy.accept_chunk(3, SUMS[3])  # nothing is in place
     put(copy, 3)
     assert not copy.accept_chunk(3, SUMS[3] ^ 1)  # the sender means something else
@@ -54,19 +37,8 @@ def test_a_chunk_counts_when_it_has_its_checksum() -> None:
     assert copy.num_have == 1 and copy.have[3]
 
 
-def test_unknown_checksums_come_with_the_chunks() -> None:
-    copy = arriving()
-    for index in reversed(range(copy.num_chunks)):
-        assert copy.get_checksums() == []
-        put(copy, index)
-        assert copy.accept_chunk(index, SUMS[index])
-    assert copy.get_checksums() == SUMS
-    assert copy.has_conflict([0] * len(SUMS)) and not copy.has_conflict(SUMS)
-
-
 def test_the_digest_waits_for_the_first_gap_and_goes_on_in_small_steps() -> None:
     copy = arriving()
-    copy.set_expected(SUMS, DIGEST)
     for index in range(1, copy.num_chunks):
         put(copy, index)
         assert copy.accept_chunk(index)

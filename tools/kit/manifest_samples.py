@@ -27,7 +27,6 @@ def build(**changes: Any) -> mf.Manifest:
         "dtype": "float32",
         "total_bytes": 512,
         "tensors": TENSORS,
-        "parts": (mf.RankPart(rank=0, offset=0, nbytes=512),),
         "chunk_bytes": 100,
         "chunk_checksums": (1, 2, 3, 4, 5, (1 << 64) - 1),
         "digest": "0123456789abcdef" * 2,

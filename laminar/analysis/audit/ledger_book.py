@@ -21,10 +21,9 @@ from laminar.core.state.work import LedgerCounts
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
-from laminar.events.reasons import DropReason, EndKind, FinishReason, PullPurpose
+from laminar.events.reasons import DropReason, EndKind, PullPurpose
 from laminar.names.ids import GroupId, TrajectoryId
 
-TRUNCATED = FinishReason.LENGTH
 ANY_REASON = "for any reason"
 ENDS = (EndKind.TRAINED, EndKind.EVALUATED, EndKind.DROPPED)
 """Ends by precedence: a group ends as the first of these that one of its trajectories has."""
@@ -79,7 +78,6 @@ class Account:
         #: the version while running it
         self.sources: dict[TrajectoryId, set[tuple[str, int]]] = {}
         self.in_flight = False  #: whether versions may change during a trajectory
-        self.mixed: set[GroupId] = set()  #: ended groups with siblings of several versions
         self._asked: dict[int, tuple[cmd.TrajectoryEnding, ...]] = {}  #: by command id
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
@@ -123,8 +121,6 @@ class Account:
         elif isinstance(command, cmd.EndTrajectories):
             self._asked[command_id] = command.endings
             self.commanded |= {ending.trajectory_id: ending for ending in command.endings}
-            ended = (state.work.groups.get(ending.group) for ending in command.endings)
-            self.mixed |= {group.id for group in ended if group is not None and group.mixed}
         elif isinstance(command, cmd.PullWeights) and command.purpose == PullPurpose.IN_FLIGHT:
             for name in state.members.replicas[command.to].running:
                 self.sources[name].add((command.to, command.version))
@@ -141,11 +137,6 @@ class Account:
                 self.closed[ending.trajectory_id] = ClosedTrajectory(
                     ending, row.num_tokens, row.tokens_lost
                 )
-
-    def compute_staleness(self, closed: ClosedTrajectory) -> int:
-        """Return the staleness of a trained trajectory, in steps from weights to batch."""
-        last = max(self.stamps[closed.ending.trajectory_id].items())[1]
-        return closed.ending.step - last.step
 
     def list_trained(self, step: int) -> list[TrajectoryId]:
         """Return the sorted ids of the trajectories decided to end as trained by this step."""

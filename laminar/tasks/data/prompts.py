@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,6 @@ class PromptSet:
     held_out: list[PromptRow]
     overlap: int  #: further rows left out of training because their prompt is held out
     digest: str  #: xxh3_128 of both lists
-    earlier: PromptSet | None = None  #: other split, of runs begun before columns counted
-
-    def select_for(self, digest: str) -> PromptSet:
-        """Return the split of a run that began with data of this digest."""
-        earlier = self.earlier
-        return earlier if earlier is not None and earlier.digest == digest else self
 
 
 def load_prompts(data: DataConfig, *, with_columns: bool = False) -> PromptSet:
@@ -76,11 +70,7 @@ def load_prompts(data: DataConfig, *, with_columns: bool = False) -> PromptSet:
             f"(data.val_size = {data.val_size}, data.val_files = {data.val_files}); hold out "
             "fewer or give more data"
         )
-    if not with_columns:
-        return found
-    earlier = _split_rows(rows, val, data.val_size, with_columns=False)
-    same = earlier.digest == found.digest or not earlier.train
-    return found if same else replace(found, earlier=earlier)
+    return found
 
 
 def _split_rows(

@@ -13,7 +13,7 @@ transfer_thread.py does this with a thread and poll(), the simulator in virtual 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar.weights.arena.region import Region
@@ -26,7 +26,7 @@ from laminar.weights.chain.transport import Network
 from laminar.weights.chain.upstream import PollEntry, RelayIdentity, Upstream
 from laminar.weights.delta.cache import DeltaCache
 from laminar.weights.version.copy import VersionCopy
-from laminar.weights.version.manifest import Draft, Manifest
+from laminar.weights.version.manifest import Manifest
 from laminar.weights.version.table import VersionTable
 
 STALLED_S = 5.0  #: time without a byte, while bytes are due, after which a stall is reported
@@ -130,15 +130,9 @@ class PlaneCore:
 
     def publish_version(self, manifest: Manifest, slot: int) -> None:
         """Publish a whole version written here; its slot stays unchanged until `try_forget`."""
-        self._add_copy(VersionCopy.from_manifest(manifest, slot, self._region(slot)))
-
-    def publish_share(self, draft: Draft, slot: int, checksums: Mapping[int, int]) -> None:
-        """Publish chunks of a version that were written here, by index and checksum.
-
-        Received follows when the rest has come from the predecessor, or SlotReturned if a newer
-        version was complete before that.
-        """
-        self._add_copy(VersionCopy.from_share(draft, slot, self._region(slot), checksums))
+        copy = VersionCopy.from_manifest(manifest, slot, self._region(slot))
+        self._table.put(copy)  # before this returns, so that `try_forget` sees the version
+        self._world.post(lambda: self._announce_copy(copy))
 
     def grant_slot(self, slot: int) -> None:
         """Answer SlotWanted; the plane owns the slot until Received or SlotReturned."""
@@ -160,11 +154,6 @@ class PlaneCore:
     def fetch_into(self, slot: int) -> None:
         """Answer SlotWanted of a fetch; a negative slot means that there will be none."""
         self._world.post(lambda: self._fetcher.take_slot(slot))
-
-    def _add_copy(self, copy: VersionCopy) -> None:
-        # Added before this returns, so that `try_forget` sees the version from now on.
-        self._table.put(copy)
-        self._world.post(lambda: self._announce_copy(copy))
 
     def _announce_copy(self, copy: VersionCopy) -> None:
         self._receiver.handle_publish(copy)

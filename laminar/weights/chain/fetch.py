@@ -222,7 +222,7 @@ class Fetcher:
             raise BadBytes("no-offer", type(message).__name__)
 
     def _on_offer(self, holder: VersionHolder, offer: Offer) -> None:
-        if offer.draft.version != holder.version or not offer.digest:
+        if offer.draft.version != holder.version:
             raise BadBytes("other-version", f"version {offer.draft.version}")
         if len(offer.checksums) != 8 * count_chunks(offer.draft):
             raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
@@ -240,8 +240,7 @@ class Fetcher:
         if slot < 0:
             return self._fail_fetch("no slot is free for it here")
         region = self._region(slot)
-        copy = VersionCopy(offer.draft, slot, region)
-        copy.set_expected(offer.unpack_checksums(), offer.digest)
+        copy = VersionCopy(offer.draft, slot, region, offer.unpack_checksums(), offer.digest)
         now = self._clock()
         self._copy, self._arrival = copy, ReceiveProgress(begun=now, told=now)
         self._deadline, self._asked_at = now + FETCH_TIMEOUT_S, now

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import xxhash
 
 from laminar.weights.arena.region import Region
@@ -39,8 +38,6 @@ from laminar.weights.chain.wire import (
     FromPredecessor,
     Offer,
     Resend,
-    Seal,
-    ShareStarted,
     VersionDone,
     Want,
 )
@@ -68,7 +65,7 @@ class Forwarder(Protocol):
         """Drop a version whose slot is about to be reused."""
 
     def refresh_offer(self) -> None:
-        """Offer what is best now, and send a digest that has become known."""
+        """Offer what is best now."""
 
 
 @dataclass(slots=True)
@@ -144,8 +141,6 @@ class Receiver:
     def handle_message(self, message: FromPredecessor) -> None:
         if isinstance(message, Offer):
             self._on_offer(message)
-        elif isinstance(message, Seal):
-            self._on_seal(message)
         else:
             assert isinstance(message, ChainHello)
             raise BadBytes("second-hello", message.name)
@@ -161,7 +156,7 @@ class Receiver:
 
     def _on_offer(self, offer: Offer) -> None:
         version = offer.draft.version
-        if len(offer.checksums) not in (0, 8 * count_chunks(offer.draft)):
+        if len(offer.checksums) != 8 * count_chunks(offer.draft):
             raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
         self._offer = None
         held = self._table.get(version)
@@ -174,13 +169,11 @@ class Receiver:
             offer.draft, offer.unpack_checksums(), offer.digest
         ):
             self._report_trouble("wrong-layout", version, "two publishers describe it differently")
-            if held.written_here:
-                return self._send_decline(version, "a share of another layout was written here")
             held = None
         self._offer = offer
         if held is not None:
             self._accept_offer(held)
-        elif self.incoming is not None and not self.incoming.written_here:
+        elif self.incoming is not None:
             self._receive_into(self._let_go())
         elif not self._slot_wanted:
             self._slot_wanted = True
@@ -188,7 +181,7 @@ class Receiver:
 
     def _confirm_held(self, held: VersionCopy, offer: Offer) -> None:
         version = held.version
-        if offer.digest not in ("", held.digest):
+        if offer.digest != held.digest:
             detail = f"{held.digest} is held, {offer.digest} was offered"
             self._report_trouble("wrong-digest", version, detail)
             return self._send_decline(version, detail)
@@ -211,30 +204,28 @@ class Receiver:
             self._send_decline(version, reason)
 
     def handle_publish(self, copy: VersionCopy) -> None:
-        """Handle a version, or a share of one, that was written here and put into the table.
+        """Handle a version that was written here and put into the table.
 
         A relay where whole versions are published is the head of its chain. A predecessor that is
         still sending an older version belongs to a chain that is over, or is dead.
         """
         incoming = self.incoming
         older = incoming is not None and incoming.version < copy.version
-        if older and copy.complete and self._link is not None:
+        if older and self._link is not None:
             self._fail(f"version {copy.version} was published here")
         self._drop_older()
         if self._offer is not None and self._offer.draft.version == copy.version:
             self._on_offer(self._offer)
-        elif not copy.complete:
-            self._send(ShareStarted(version=copy.version))
 
     def _receive_into(self, slot: int) -> None:
         """Receive the offered version into this slot."""
         assert self._offer is not None
-        draft, region = self._offer.draft, self._region(slot)
+        offer, draft, region = self._offer, self._offer.draft, self._region(slot)
         if region.nbytes < draft.total_bytes:
             detail = f"{draft.total_bytes} bytes do not fit into a slot of {region.nbytes}"
             self._emit(SlotReturned(slot))
             return self.decline_offer(detail)
-        copy = VersionCopy(draft, slot, region)
+        copy = VersionCopy(draft, slot, region, offer.unpack_checksums(), offer.digest)
         self._table.put(copy)
         self._accept_offer(copy)
 
@@ -243,14 +234,11 @@ class Receiver:
         assert self._offer is not None
         offer, self._offer = self._offer, None
         self._taken = offer.number
-        if self.incoming not in (None, copy) and not self.incoming.written_here:
-            self._emit(SlotReturned(self._let_go()))
         if self.incoming is not copy:
             self._arrival = ReceiveProgress()
         self.incoming = copy
-        copy.set_expected(offer.unpack_checksums(), offer.digest)
         self._end_rebuild()
-        if offer.base is not None and offer.checksums and offer.digest:
+        if offer.base is not None:
             base = offer.base
             self._rebuild = begin_rebuild(self._table, self._cache, copy, base.version, base.digest)
         self._send_want()
@@ -270,13 +258,6 @@ class Receiver:
         self._table.remove(copy.version)
         self._forwarder.drop_version(copy.version)
         return copy.slot
-
-    def _on_seal(self, message: Seal) -> None:
-        offer = self._offer
-        if self.incoming is not None and self.incoming.version == message.version:
-            self.incoming.set_expected((), message.digest)
-        elif offer is not None and offer.draft.version == message.version:
-            self._offer = msgspec.structs.replace(offer, digest=message.digest)
 
     # --- bytes --------------------------------------------------------------------------------
 
@@ -383,9 +364,7 @@ class Receiver:
         if copy.digest_step():
             return True
         digest = copy.get_computed_digest()
-        if digest is not None and not copy.digest and copy.written_here:
-            copy.set_expected((), digest)
-        if digest is not None and copy.digest:
+        if digest is not None:
             self._finish(copy, digest)
         return False
 
@@ -412,21 +391,16 @@ class Receiver:
         self._forwarder.refresh_offer()
 
     def _drop_older(self) -> None:
-        """Drop incomplete versions that are older than the newest complete one."""
-        latest = self._table.get_latest()
-        for version, copy in self._table.get_copies().items():
-            if copy.complete or version > latest:
-                continue
-            if copy is self.incoming:
-                self._emit(SlotReturned(self._let_go()))
-            else:
-                self._table.remove(version)
-                self._forwarder.drop_version(version)
-                self._emit(SlotReturned(copy.slot))
+        """Drop the incoming version if it is older than the newest complete one."""
+        copy = self.incoming
+        if copy is None or copy.version >= self._table.get_latest():
+            return
+        if self._table.get(copy.version) is copy:
+            self._emit(SlotReturned(self._let_go()))
 
     # --- helpers ------------------------------------------------------------------------------
 
-    def _send(self, message: ShareStarted | Want | Resend | VersionDone | Decline) -> None:
+    def _send(self, message: Want | Resend | VersionDone | Decline) -> None:
         if self._link is not None:
             self._link.send(message)
 

@@ -34,7 +34,6 @@ class Sending:
     copy: VersionCopy
     delta: Delta | None  #: delta to offer with the version
     offer: int = 0  #: number of the offer; 0: the first block of its delta is not encoded yet
-    digest: str = ""  #: digest announced to the successor
     wanted: bool = False  #: the successor wants the version, and it is pinned
     by_block: bool = False
     todo: deque[int] = field(default_factory=deque)  #: chunks or blocks that can be sent now
@@ -102,9 +101,6 @@ class Sender:
     def handle_message(self, message: wire.FromSuccessor) -> None:
         if isinstance(message, wire.Want):
             self._on_want(message)
-        elif isinstance(message, wire.ShareStarted):
-            self._partial.add(message.version)
-            self.refresh_offer()
         elif isinstance(message, wire.Resend):
             self._on_again(message)
         elif isinstance(message, wire.VersionDone):
@@ -118,11 +114,9 @@ class Sender:
     # --- which version ------------------------------------------------------------------------
 
     def refresh_offer(self) -> None:
-        """Offer the version that is best now, and send a digest that has become known."""
+        """Offer the version that is best now."""
         if self._link is None:
             return
-        if self.current is not None:
-            self._send_seal()
         version = self._choose_next()
         if version is None or (self.current is not None and version == self.current.version):
             return
@@ -134,14 +128,12 @@ class Sender:
 
     def _choose_next(self) -> int | None:
         """Return the version to offer in place of the current one; None: no change."""
-        current, mine, declined = self.current, self._table.get_copies(), self._declined
+        current, table = self.current, self._table
         if current is None or not current.wanted:
-            return next_version(mine, self._held, self._partial, declined)
+            return next_version(table.get_copies(), self._held, self._partial, self._declined)
         if not self._is_stuck():
             return None
-        # Among relays that publish shares, the rest may depend on chunks the successor still lacks.
-        useful = [v for v, copy in mine.items() if copy.complete or v > current.version]
-        return next_version(useful, self._held, (), declined)
+        return next_version(table.get_complete_digests(), self._held, (), self._declined)
 
     def _is_stuck(self) -> bool:
         assert self.current is not None
@@ -156,7 +148,7 @@ class Sender:
             return
         base = None if delta is None else wire.Base(version=delta.base, digest=delta.base_digest)
         self._num_offers += 1
-        current.offer, current.digest = self._num_offers, copy.digest
+        current.offer = self._num_offers
         checksums = np.array(copy.get_checksums(), "<u8").tobytes()
         self._link.send(
             wire.Offer(
@@ -167,14 +159,6 @@ class Sender:
                 base=base,
             )
         )
-
-    def _send_seal(self) -> None:
-        """Send a digest that was unknown when the version was offered."""
-        current = self.current
-        assert current is not None and self._link is not None
-        if current.offer and current.digest != current.copy.digest:
-            current.digest = current.copy.digest
-            self._link.send(wire.Seal(version=current.version, digest=current.digest))
 
     def _release(self) -> None:
         if self.current is not None and self.current.wanted:
@@ -224,7 +208,7 @@ class Sender:
     def _on_done(self, done: wire.VersionDone) -> None:
         self._held[done.version] = done.digest
         if self.current is not None and self.current.version == done.version:
-            if done.digest != self.current.copy.digest and self.current.copy.digest:
+            if done.digest != self.current.copy.digest:
                 self._report_trouble(
                     "wrong-digest", done.version, f"the successor holds {done.digest}"
                 )

@@ -67,7 +67,6 @@ class Plane:
         self._core = PlaneCore(identity, self._table, region, notify, options, world)
         self.set_successor = self._core.set_successor
         self.publish_version = self._core.publish_version
-        self.publish_share = self._core.publish_share
         self.grant_slot, self.deny_slot = self._core.grant_slot, self._core.deny_slot
         self.fetch, self.fetch_into = self._core.fetch, self._core.fetch_into
         self.try_forget = self._table.try_forget

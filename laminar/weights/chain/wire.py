@@ -49,7 +49,7 @@ HEADER_BYTES = _HEADER.size
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
-Digest = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]  #: empty: not known yet
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 HeldVersions = Annotated[dict[Natural, Digest], msgspec.Meta(max_length=64)]
@@ -138,20 +138,14 @@ class Offer(Message, frozen=True, kw_only=True):
 
     number: Natural  #: running number of a relay's offers
     draft: Draft
-    checksums: bytes  #: uint64 little-endian per chunk; empty: each comes with its chunk
+    checksums: bytes  #: uint64 little-endian per chunk
     digest: Digest
     base: Base | None  #: base of the delta, if the version can be sent as one
 
     def unpack_checksums(self) -> list[int]:
-        """Return the xxh3_64 of each chunk; empty if each comes with its chunk."""
+        """Return the xxh3_64 of each chunk."""
         checksums: list[int] = np.frombuffer(self.checksums, "<u8").tolist()
         return checksums
-
-
-class ShareStarted(Message, frozen=True, kw_only=True):
-    """Successor: reports that a share of this version was written here, so it needs no slot."""
-
-    version: Natural
 
 
 class Want(Message, frozen=True, kw_only=True):
@@ -169,13 +163,6 @@ class Resend(Message, frozen=True, kw_only=True):
     position: Natural
 
 
-class Seal(Message, frozen=True, kw_only=True):
-    """Predecessor: sends the digest that was unknown when the version was offered."""
-
-    version: Natural
-    digest: Digest
-
-
 class VersionDone(Message, frozen=True, kw_only=True):
     """Successor: holds this version, complete and verified."""
 
@@ -190,9 +177,9 @@ class Decline(Message, frozen=True, kw_only=True):
     reason: Text
 
 
-FromPredecessor: TypeAlias = ChainHello | Proof | Offer | Seal
+FromPredecessor: TypeAlias = ChainHello | Proof | Offer
 FromSuccessor: TypeAlias = (
-    Challenge | ChainWelcome | PeerRefused | ShareStarted | Want | Resend | VersionDone | Decline
+    Challenge | ChainWelcome | PeerRefused | Want | Resend | VersionDone | Decline
 )
 FromHolder: TypeAlias = Offer | Decline | PeerRefused
 

@@ -11,7 +11,7 @@ that digest is the published one. A copy is owned by one thread, except that oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -37,8 +37,13 @@ _numbers = count()
 class VersionCopy:
     """A version, complete or in transfer, and the place of its bytes."""
 
-    def __init__(self, draft: Draft, slot: int, region: Region) -> None:
-        """Begin an empty copy in the `region` of a slot, which has at least total_bytes."""
+    def __init__(
+        self, draft: Draft, slot: int, region: Region, checksums: Sequence[int], digest: str
+    ) -> None:
+        """Begin an empty copy in the `region` of a slot, which has at least total_bytes.
+
+        `checksums` of the chunks and `digest` are the published ones.
+        """
         #: number unique in this process; a version that arrives a second time is another copy
         self.number = next(_numbers)
         self.draft = draft
@@ -48,10 +53,9 @@ class VersionCopy:
         self.num_chunks = len(self.bounds) - 1
         self.have = bytearray(self.num_chunks)  #: 1 where a chunk is present and verified
         self.num_have = 0
-        self.digest = ""  #: published digest; empty until a relay has all the bytes
+        self.digest = digest
         self.complete = False  #: verified as a whole
-        self.written_here = False  #: written, at least partly, by a trainer of this machine
-        self._checksums: list[int | None] = [None] * self.num_chunks
+        self._checksums = list(checksums)
         self._hasher = xxhash.xxh3_128()
         self._num_hashed = 0
         self._manifest: Manifest | None = None
@@ -59,48 +63,22 @@ class VersionCopy:
     @classmethod
     def from_manifest(cls, manifest: Manifest, slot: int, region: Region) -> VersionCopy:
         """Create the copy of a whole version that a trainer of this machine wrote."""
-        copy = cls(unseal_manifest(manifest), slot, region)
-        copy.set_expected(manifest.chunk_checksums, manifest.digest)
+        draft = unseal_manifest(manifest)
+        copy = cls(draft, slot, region, manifest.chunk_checksums, manifest.digest)
         copy.have = bytearray(b"\1" * copy.num_chunks)
         copy.num_have = copy.num_chunks
-        copy.complete = copy.written_here = True
+        copy.complete = True
         copy._manifest = manifest
-        return copy
-
-    @classmethod
-    def from_share(
-        cls, draft: Draft, slot: int, region: Region, checksums: Mapping[int, int]
-    ) -> VersionCopy:
-        """Create a copy with the chunks that this machine's trainers wrote (index to checksum)."""
-        copy = cls(draft, slot, region)
-        for index, checksum in checksums.items():
-            copy._checksums[index] = checksum
-            copy.have[index] = 1
-        copy.num_have = len(checksums)
-        copy.written_here = True
         return copy
 
     @property
     def version(self) -> int:
         return self.draft.version
 
-    def set_expected(self, checksums: Sequence[int], digest: str) -> None:
-        """Store the published checksums (all or none) and the published digest (or "")."""
-        if checksums:
-            self._checksums = list(checksums)
-        if digest:
-            self.digest = digest
-
-    def has_conflict(self, checksums: Sequence[int]) -> bool:
-        """Return whether a known checksum differs from the given ones (all or none)."""
-        pairs = zip(self._checksums, checksums, strict=False)
-        return any(known not in (None, said) for known, said in pairs)
-
     def is_consistent_with(self, draft: Draft, checksums: Sequence[int], digest: str) -> bool:
         """Return whether another process's description of this version is of the same bytes."""
-        if self.digest and digest not in ("", self.digest):
-            return False
-        return is_same_layout(self.draft, draft) and not self.has_conflict(checksums)
+        same_hashes = (self._checksums, self.digest) == (list(checksums), digest)
+        return same_hashes and is_same_layout(self.draft, draft)
 
     def has_same_size(self, other: VersionCopy) -> bool:
         """Return whether size and type are equal, as a delta between the two needs."""
@@ -121,27 +99,20 @@ class VersionCopy:
         return self.region.slice_bytes(self.bounds[index], self.bounds[index + 1])
 
     def get_checksum(self, index: int) -> int:
-        """Return the xxh3_64 of a chunk that is present."""
-        checksum = self._checksums[index]
-        assert checksum is not None, (self.version, index)
-        return checksum
+        return self._checksums[index]
 
     def get_checksums(self) -> list[int]:
-        """Return the checksums of all chunks; empty while any is unknown."""
-        known = [checksum for checksum in self._checksums if checksum is not None]
-        return known if len(known) == self.num_chunks else []
+        return list(self._checksums)
 
     def accept_chunk(self, index: int, checksum: int | None = None) -> bool:
         """Verify a chunk whose bytes are in place; return whether it counts from now on.
 
         `checksum` is the sender's claim, which must equal the published one.
         """
-        known = self._checksums[index]
-        wanted = checksum if known is None else known
+        wanted = self._checksums[index]
         found = xxhash.xxh3_64_intdigest(self.get_chunk(index).view)
         if found != wanted or (checksum is not None and checksum != wanted):
             return False
-        self._checksums[index] = wanted
         self.num_have += not self.have[index]
         self.have[index] = 1
         return True

@@ -21,7 +21,6 @@ from laminar.weights.version.manifest import (
     Manifest,
     ManifestError,
     Probe,
-    RankPart,
     TensorSpec,
     check_tensors,
     chunk_bounds,
@@ -65,7 +64,6 @@ def build_manifest(
         dtype=tensors[0].dtype,
         total_bytes=total,
         tensors=tensors,
-        parts=(RankPart(rank=0, offset=0, nbytes=total),),
         chunk_bytes=chunk_bytes or usual_chunk_bytes(total),
         probe=probe,
     )

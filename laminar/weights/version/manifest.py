@@ -1,22 +1,20 @@
 """Manifest of a weight version: its tensors, the layout of their bytes, and their hashes.
 
 Reads   names and shapes of parameters (Hugging Face names, in the order the trainer gives)
-Gives   TensorSpec, RankPart, Probe, Draft, Manifest, as MessagePack; ManifestError otherwise
+Gives   TensorSpec, Probe, Draft, Manifest, as MessagePack; ManifestError otherwise
 
 Every manifest is consistent, since the checks run whenever one is built or decoded; readers can
 trust its offsets. Offsets are aligned to a cache line, so that a tensor of any type can be viewed
 in place. The probe is part of the manifest because a digest proves the bytes and not their effect:
 a tied head left packed has the correct digest and the wrong policy.
 
-If trainer ranks of several machines write a version, each machine first has only its share and the
-digest is unknown. Until it is known the version is a Draft: everything but the hashes. Chunks end
-where the bytes of another rank begin, so that each chunk can be hashed by the machine that has it.
+A Draft is everything but the hashes. A relay offers it with the hashes in a compact form.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -63,14 +61,6 @@ class TensorSpec(Item, frozen=True, kw_only=True):
     nbytes: Positive
 
 
-class RankPart(Item, frozen=True, kw_only=True):
-    """A span of bytes that one trainer rank wrote; a sharded tensor has a span per rank."""
-
-    rank: Natural
-    offset: Natural  #: bytes from the start of the version to the span's first row
-    nbytes: Positive
-
-
 class Probe(Item, frozen=True, kw_only=True):
     """A few sequences scored by the trainer; a replica must reproduce the scores after loading."""
 
@@ -102,7 +92,6 @@ class Draft(Item, frozen=True, kw_only=True):
     dtype: str  #: type of every tensor
     total_bytes: Positive
     tensors: tuple[TensorSpec, ...]  #: ascending offsets
-    parts: tuple[RankPart, ...]  #: ascending offsets
     chunk_bytes: Positive  #: size of the longest chunk
     probe: Probe | None
 
@@ -115,7 +104,6 @@ class Draft(Item, frozen=True, kw_only=True):
         other = next((spec for spec in self.tensors if spec.dtype != self.dtype), None)
         if other is not None:
             raise ManifestError(f"tensor {other.name!r} is {other.dtype}, not {self.dtype}")
-        _check_parts(self.parts, self.tensors, end)
         count = count_chunks(self)
         if count > CHUNKS_MAX:
             raise ManifestError(f"{count} chunks are above the limit of {CHUNKS_MAX}")
@@ -193,19 +181,15 @@ def align_offset(offset: int) -> int:
 
 def count_chunks(draft: Draft) -> int:
     """Return the number of chunks in `chunk_bounds`, without building the list."""
-    return sum(-(-(end - start) // draft.chunk_bytes) for start, end in _iter_rank_runs(draft))
+    return -(-draft.total_bytes // draft.chunk_bytes)
 
 
 def chunk_bounds(draft: Draft) -> list[int]:
     """Return the chunk offsets, then total_bytes: chunk i is bytes [bounds[i], bounds[i + 1]).
 
-    Each run of bytes of one rank is cut into chunks of chunk_bytes and a shorter last one; the
-    padding behind a part belongs to it. Every byte is in exactly one chunk.
+    All chunks have chunk_bytes, except for a shorter last one.
     """
-    bounds: list[int] = []
-    for start, end in _iter_rank_runs(draft):
-        bounds.extend(range(start, end, draft.chunk_bytes))
-    return [*bounds, draft.total_bytes]
+    return [*range(0, draft.total_bytes, draft.chunk_bytes), draft.total_bytes]
 
 
 def is_same_layout(a: Draft, b: Draft) -> bool:
@@ -244,37 +228,6 @@ def _check_size(spec: TensorSpec) -> None:
             f"tensor {spec.name!r} claims {spec.nbytes} bytes, "
             f"{spec.dtype} of shape {spec.shape} takes {wanted}"
         )
-
-
-def _check_parts(
-    parts: Sequence[RankPart], tensors: Sequence[TensorSpec], total_bytes: int
-) -> None:
-    """Check that parts ascend without overlap within the version and cover every tensor."""
-    end = 0
-    index = 0  # the first tensor that is not yet covered
-    for part in parts:
-        if part.offset < end or part.nbytes < 1 or part.offset + part.nbytes > total_bytes:
-            raise ManifestError(
-                f"the part of rank {part.rank} at {part.offset} with {part.nbytes} bytes overlaps "
-                f"another or exceeds the version of {total_bytes} bytes"
-            )
-        if index < len(tensors) and part.offset > max(end, tensors[index].offset):
-            break
-        end = part.offset + part.nbytes
-        while index < len(tensors) and tensors[index].offset + tensors[index].nbytes <= end:
-            index += 1
-    if index < len(tensors):
-        raise ManifestError(f"no part holds all of tensor {tensors[index].name!r}")
-
-
-def _iter_rank_runs(draft: Draft) -> Iterator[tuple[int, int]]:
-    """Yield [start, end) of each run of bytes of one rank, padding behind a part included."""
-    start, rank = 0, draft.parts[0].rank
-    for part in draft.parts[1:]:
-        if part.rank != rank:
-            yield start, part.offset
-            start, rank = part.offset, part.rank
-    yield start, draft.total_bytes
 
 
 def _get_item_bytes(name: str, dtype: str) -> int:

@@ -58,18 +58,21 @@ def write_tensors(
 def write_rows(view: Bytes, specs: Sequence[TensorSpec], rows: Iterable[NamedRows]) -> None:
     """Write rows to a slot; every tensor of `specs` is given, possibly with zero rows.
 
-    A tensor may come in parts that follow each other. Rows of another type or device are
-    converted; padding becomes zero, so that equal weights have equal digests in every slot. Raises
-    ManifestError for rows that are not in `specs`, a repeated or missing tensor, or a slot that is
-    too small. The slot is then partly written.
+    A tensor may come in parts with ascending rows; the rows between them are those of another
+    process. Rows of another type or device are converted; padding becomes zero, so that equal
+    weights have equal digests in every slot. Raises ManifestError for rows that are not in `specs`,
+    repeated rows, a missing tensor, or a slot that is too small. The slot is then partly written.
     """
     check_room(view, check_tensors(specs))
-    missing, spec = {spec.name: spec for spec in specs}, None
+    missing, spec, written = {spec.name: spec for spec in specs}, None, 0
     for name, first, tensor in rows:
         if spec is None or spec.name != name:
-            spec = missing.pop(name, None)
+            spec, written = missing.pop(name, None), 0
         if spec is None:
             raise ManifestError(f"tensor {name!r} is not in the layout, or was written before")
+        if first < written:
+            raise ManifestError(f"rows from {first} of {name!r} are written again or out of order")
+        written = first + (len(tensor) if spec.shape else 1)
         if spec.shape:
             _write_tensor(view, _locate_rows(spec, first, tensor), tensor.detach())
         else:

@@ -159,16 +159,6 @@ def test_everything_about_one_answer(run: Path) -> None:
     assert (held_out.step, held_out.evaluation, held_out.reward) == (None, 3, 1.0)
 
 
-def test_a_store_of_an_earlier_release_can_be_read(tmp_path: Path) -> None:
-    run_dir = made_store(tmp_path)
-    with sqlite3.connect(run_dir / "store.sqlite") as store:
-        store.execute("ALTER TABLE trajectories DROP COLUMN extras")
-    assert [sample.extras for sample in find_samples(run_dir, SampleFilter(step=3), decode)] == [
-        {},
-        {},
-    ]
-
-
 @pytest.mark.parametrize(
     ("choice", "said"),
     [

@@ -321,17 +321,7 @@ def test_distinct_prompts_are_split_alike_with_and_without_columns(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": f"p{i}", "n": i} for i in range(20)])
     data = DataConfig(train_files=[path], val_size=5)
     found = load_prompts(data, with_columns=True)
-    assert found == load_prompts(data) and found.earlier is None
-
-
-def test_a_run_from_before_the_columns_counted_keeps_its_rows(tmp_path):
-    games = [{"prompt": f"game {i % 4}", "goal": i} for i in range(12)]
-    data = DataConfig(train_files=[jsonl(tmp_path / "a.jsonl", games)], val_size=2)
-    found, before = load_prompts(data, with_columns=True), load_prompts(data)
-    assert (len(found.train), len(before.train)) == (10, 6)
-    assert found.select_for(before.digest) == before
-    assert found.select_for("") == found.select_for(found.digest) == found
-    assert found.select_for("other") == found and before.select_for(found.digest) == before
+    assert found == load_prompts(data)
 
 
 def test_the_digest_covers_every_field_and_the_split(tmp_path):

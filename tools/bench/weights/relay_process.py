@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -50,10 +50,8 @@ class Happened:
     report: Report
 
 
-def draft(
-    version: int, total_bytes: int, chunk_bytes: int, parts: tuple[mf.RankPart, ...] | None = None
-) -> mf.Draft:
-    """Return a draft of one bfloat16 tensor, written by one rank unless `parts` are given."""
+def draft(version: int, total_bytes: int, chunk_bytes: int) -> mf.Draft:
+    """Return a draft of one bfloat16 tensor."""
     return mf.Draft(
         version=version,
         step=version,
@@ -61,24 +59,9 @@ def draft(
         dtype="bfloat16",
         total_bytes=total_bytes,
         tensors=mf.make_layout([("weights", (total_bytes // 2,))], "bfloat16"),
-        parts=parts or (mf.RankPart(rank=0, offset=0, nbytes=total_bytes),),
         chunk_bytes=chunk_bytes,
         probe=None,
     )
-
-
-def chunks_of_ranks(draft: mf.Draft, ranks: Collection[int]) -> list[int]:
-    """Return the indices of the chunks that these ranks write, ascending."""
-    owners = iter(draft.parts)
-    owner = next(owners)
-    following = next(owners, None)
-    found: list[int] = []
-    for index, start in enumerate(mf.chunk_bounds(draft)[:-1]):
-        while following is not None and following.offset <= start:
-            owner, following = following, next(owners, None)
-        if owner.rank in ranks:
-            found.append(index)
-    return found
 
 
 def digest_of(data: Any) -> str:
@@ -97,11 +80,10 @@ class RelayProcess:
         host: str = "127.0.0.1",
         incarnation: int = 1,
         run: str = RUN,
-        grants: bool = True,
         options: PlaneOptions | None = None,
         time_hashes: bool = False,
     ) -> None:
-        """Start it; `grants`: whether the plane gets slots, `time_hashes`: measure hashing."""
+        """Start it; `time_hashes`: measure hashing."""
         context = mp.get_context("fork")
         self.name = name
         self.happened: list[Happened] = []
@@ -111,7 +93,7 @@ class RelayProcess:
         self.memory = [mmap.mmap(file, slot_bytes) for file in files]
         self._pipe, theirs = context.Pipe()
         identity = RelayIdentity(run=run, name=name, incarnation=incarnation, key=KEY)
-        stub = _Stub(identity, self.memory, files, fill, options or PlaneOptions(), grants)
+        stub = _Stub(identity, self.memory, files, fill, options or PlaneOptions())
 
         def main() -> None:
             if time_hashes:
@@ -142,14 +124,6 @@ class RelayProcess:
         """Fill, hash and publish a slot; return its digest and the time of the publish."""
         answer: tuple[str, float] = self._call("publish", version, chunk_bytes)
         return answer
-
-    def publish_share(self, like: mf.Draft, rank: int) -> None:
-        """Fill a slot but publish only the chunks of one rank."""
-        self._call("publish_share", like, rank)
-
-    def allow_grants(self) -> None:
-        """Grant slots from now on, including a pending request."""
-        self._call("allow_grants")
 
     def status(self) -> Status:
         answer: Status = self._call("status")
@@ -252,11 +226,9 @@ class _Stub:
         files: list[int],
         fill: Fill,
         options: PlaneOptions,
-        grants: bool,
     ) -> None:
         self.identity, self.memory, self.files = identity, memory, files
-        self.fill, self.grants = fill, grants
-        self.options = options
+        self.fill, self.options = fill, options
         self.todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.hashes = _TimedHashes()
         self.slot_due = False
@@ -313,7 +285,7 @@ class _Stub:
 
     def _grant_due(self) -> None:
         """Grant the pending slot request if a slot has become free."""
-        if self.slot_due and self.grants:
+        if self.slot_due:
             grant = self.slots.grant_slot("plane")
             if grant is not None:
                 self.slot_due = False
@@ -339,20 +311,6 @@ class _Stub:
         at = time.monotonic()
         self.plane.publish_version(manifest, slot)
         return manifest.digest, at
-
-    def do_publish_share(self, like: mf.Draft, rank: int) -> None:
-        slot = self._filled(f"trainer-{like.version}", like.version)
-        view = memoryview(self.memory[slot])
-        bounds = mf.chunk_bounds(like)
-        mine = chunks_of_ranks(like, [rank])
-        lacking = set(range(len(bounds) - 1)).difference(mine)
-        for index in lacking:
-            view[bounds[index] : bounds[index + 1]] = bytes(bounds[index + 1] - bounds[index])
-        sums = {i: xxhash.xxh3_64_intdigest(view[bounds[i] : bounds[i + 1]]) for i in mine}
-        self.plane.publish_share(like, slot, sums)
-
-    def do_allow_grants(self) -> None:
-        self.grants = True
 
     def do_status(self) -> Status:
         return self.plane.get_status()
