@@ -9,7 +9,7 @@ help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make smoke        set up, then run a one-minute smoke test"
 	@echo "make test         set up, then run all tests except the long ones (four minutes)"
-	@echo "make test-all     run the other tests, 65 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure slurm vllm families notebook\""
+	@echo "make test-all     run the other tests, 80 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure museum slurm vllm families notebook\""
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make test-agents  set up the libraries of agents in .venv-agents, then try the examples of docs/agents.md"

@@ -23,14 +23,22 @@ from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.events.reasons import EndedBy, FinishReason
+from laminar.events.reasons import DropReason, EndedBy, FinishReason
 from laminar.run.directory import FIRST_LOOK_FILE
 
 WINDOW = 5  #: steps over which a batch's figures are averaged
+ENDS_WINDOW = 3  #: the same for the ends of responses, which vary little
 ANSWERS_MIN = 64  #: minimum number of responses for a share of failed ones
 ERRORS_SHARE = 0.05
 FLAT_SHARE = 0.9  #: share of the groups with equal rewards for all siblings
 TRUNCATED_SHARE = 0.5
+TIMEOUT_SHARE = 0.1  #: share of the responses ended by a timeout of their tools
+TIMEOUTS = (EndedBy.TOOL_TIMEOUT, EndedBy.TURN_TIMEOUT, EndedBy.TRAJECTORY_TIMEOUT)
+DROPPED_SHARE, DROPPED_MIN = 0.1, 5  #: dropped groups, as a share of the ended ones, and at least
+DROPPED_AS_PLANNED = {
+    *(DropReason.NO_VARIANCE, DropReason.END_OF_DATA, DropReason.RUN_ENDED),
+    *(DropReason.REPLICA_LOST, DropReason.VERSION_MISSING),  # of evaluations
+}
 LIMITS: dict[str, str] = {
     FinishReason.LENGTH: "data.max_response_length",
     EndedBy.MAX_TURNS: "env.max_turns",
@@ -48,6 +56,7 @@ FALL_ERRORS = 3.0  #: standard errors of the difference of two evaluations
 
 DEAD_EXPERTS = "actor/router_load/dead"
 MISMATCH, ENTROPY, REWARD = "mismatch_kl/mean", "actor/entropy", "reward/mean"
+KL, RATE, ROUNDING = "actor/kl_loss", "actor/lr", 1e-6
 Figures = dict[str, float]
 
 
@@ -61,6 +70,9 @@ class WarningMonitor:
         self._recent: deque[Figures] = deque(maxlen=WINDOW)
         self._first: list[Figures] = []
         self._mismatches: list[float] = []  #: of all steps
+        self._rates: list[float] = []  #: learning rates of all steps
+        self._changed: set[int] = set()  #: versions of steps that changed the weights
+        self._published: deque[tuple[int, str]] = deque(maxlen=3)  #: last versions with digests
         self._probe_kls: dict[str, float] = {}  #: of the last load of each replica
         self._evaluations = 0
         self._given: set[str] = set()  #: reported already; applied in a later turn
@@ -83,6 +95,8 @@ class WarningMonitor:
             self._first.append(figures)
         if isfinite(mismatch := figures.get(MISMATCH, nan)):
             self._mismatches.append(mismatch)
+        if RATE in figures:
+            self._rates.append(figures[RATE])
 
     def _find_warnings(self, stamped: Stamped, state: State) -> Iterator[tuple[str, str]]:
         """Find kind and text of each present problem, at the events that can reveal it."""
@@ -95,9 +109,13 @@ class WarningMonitor:
             yield "weights", _describe_rejected(event)
         elif isinstance(event, ev.WeightsLoaded) and event.probe_kl is not None:
             self._probe_kls[stamped.peer] = event.probe_kl
+        elif isinstance(event, ev.WeightsPublished):
+            self._published.append((event.version, event.digest))
+            yield from self._check_published()
         elif isinstance(event, ev.TrajectoryRewarded | ev.TrajectoryFailed):
             yield from _reward_errors(state)
         elif isinstance(event, ev.StepCompleted):
+            self._changed |= {event.version} if event.changed else set()
             yield from _check_mismatch(event)
             yield from _prompts_differ(event)
             yield from self._check_step(state)
@@ -113,11 +131,18 @@ class WarningMonitor:
         yield from self._check_entropy()
         yield from self._check_mismatch_growth()
         yield from self._check_experts()
+        yield from self._check_timeouts()
+        yield from self._check_rate()
+        yield from self._check_reference()
+        yield from _check_dropped_groups(state)
 
-    def _mean(self, name: str) -> float | None:
-        """Return the mean over the last WINDOW steps; None until all of them have a value."""
-        values = [figures[name] for figures in self._recent if name in figures]
-        return fmean(values) if len(values) == WINDOW else None
+    def _mean(self, name: str, steps: int = WINDOW) -> float | None:
+        """Return the mean over the last `steps`; None until all of them have a value."""
+        values = [figures[name] for figures in self._last(steps) if name in figures]
+        return fmean(values) if len(values) == steps else None
+
+    def _last(self, steps: int) -> list[Figures]:
+        return list(self._recent)[-steps:]
 
     def _at_first(self, name: str) -> list[float]:
         """Return the values of the first WINDOW steps that have one."""
@@ -138,18 +163,18 @@ class WarningMonitor:
             )
 
     def _check_truncation(self) -> Iterator[tuple[str, str]]:
-        cut = self._mean("response_length/clip_ratio")
+        cut = self._mean("response_length/clip_ratio", ENDS_WINDOW)
         if cut is not None and cut >= TRUNCATED_SHARE:
             yield "truncated", self._describe_truncated(cut)
 
     def _describe_truncated(self, cut: float) -> str:
         """Give the share of each reason, the largest first, with the setting of its limit."""
         totals = Counter[str]()
-        for figures in self._recent:
+        for figures in self._last(ENDS_WINDOW):
             totals.update({name: figures.get(f"truncated/{name}", 0.0) for name in LIMITS})
-        shares = {name: total / WINDOW for name, total in totals.most_common() if total}
+        shares = {name: total / ENDS_WINDOW for name, total in totals.most_common() if total}
         parts = [f"{share:.0%} by {LIMITS[name]}" for name, share in shares.items()]
-        text = f"{cut:.0%} of the responses of the last {WINDOW} steps were truncated"
+        text = f"{cut:.0%} of the responses of the last {ENDS_WINDOW} steps were truncated"
         if next(iter(shares), FinishReason.LENGTH) == FinishReason.LENGTH:
             parts = parts or [f"by {LIMITS[FinishReason.LENGTH]}"]
             remedy = "the model ends its responses (chat template, end tokens)"
@@ -220,6 +245,65 @@ class WarningMonitor:
                 "optim.lr, or more responses in a step if the batch is small",
             )
 
+    def _check_timeouts(self) -> Iterator[tuple[str, str]]:
+        last = self._last(ENDS_WINDOW)
+        shares = {name: sum(f.get(f"truncated/{name}", 0.0) for f in last) for name in TIMEOUTS}
+        share, worst = sum(shares.values()) / ENDS_WINDOW, max(TIMEOUTS, key=shares.__getitem__)
+        if len(last) == ENDS_WINDOW and share >= TIMEOUT_SHARE:
+            yield (
+                "tool-timeouts",
+                f"{share:.0%} of the responses of the last {ENDS_WINDOW} steps ended because their "
+                f"tools did not answer in time, most by {LIMITS[worst]}; they are trained as "
+                "truncated: give the tool a timeout of its own that returns an error text, or "
+                'raise that setting, or set algorithm.truncated = "mask"',
+            )
+
+    def _check_published(self) -> Iterator[tuple[str, str]]:
+        """Compare the versions before the last, whose steps are all known, since nothing else can.
+
+        A replica loads no bytes that it has, and so does not probe them."""
+        (former, digest), (version, same) = [*self._published, (0, ""), (0, "")][:2]
+        if digest == same and any(former < v <= version for v in self._changed):
+            yield (
+                "weights-unchanged",
+                f"weight version {version} was published with the bytes of version {former}, "
+                "though training has changed the weights, so the replicas sample with old ones: "
+                "stop the run, unless optim.lr is too small for weights.dtype; float32 shows "
+                "smaller changes",
+            )
+
+    def _check_rate(self) -> Iterator[tuple[str, str]]:
+        """Find a rate that rises below its peak: a schedule only rises, then only falls."""
+        *earlier, now = self._rates or [0.0]
+        peak, before = max(earlier, default=0.0), earlier[-1] if earlier else 0.0
+        if min(now, peak) > before * (1 + ROUNDING):
+            yield (
+                "learning-rate",
+                f"the learning rate rose from {before:.3g} to {now:.3g} after it had fallen from "
+                f"{peak:.3g}, so the schedule is not the one that the run began with: "
+                "a decay ends at trainer.total_training_steps; resume with the former value, or "
+                "fork the run to begin a new schedule",
+            )
+
+    def _check_reference(self) -> Iterator[tuple[str, str]]:
+        """Check the sign of the KL to the reference, and that it is not 0 once weights moved."""
+        before, now = [{}, *self._recent][-2:]
+        losses = [figures.get(KL, nan) for figures in (before, now)]
+        if max(losses) < -ROUNDING:
+            yield (
+                "kl-negative",
+                f"the KL to the reference model ({KL}) is {losses[1]:.3g}, but both estimators are "
+                "at least 0: its gradient drives the policy away from the reference; stop the "
+                "run, since the term has the wrong sign",
+            )
+        if losses[1] == 0 and before.get("mismatch/moved", 0.0) > 0:
+            yield (
+                "kl-zero",
+                f"the policy has moved, but the KL to the reference model ({KL}) is exactly 0, so "
+                "the reference equals the policy and the penalty does nothing: stop the run, and "
+                "check that model.name holds the weights that training began with",
+            )
+
 
 def _describe_nonfinite(whose: str, count: int, rate: str) -> str:
     return (
@@ -285,6 +369,21 @@ def _check_evaluation_drop(state: State) -> Iterator[tuple[str, str]]:
                 "reward and optim.lr",
             )
             return
+
+
+def _check_dropped_groups(state: State) -> Iterator[tuple[str, str]]:
+    groups = state.work.ledger.groups
+    dropped = {r: n for r, n in groups.dropped.items() if r not in DROPPED_AS_PLANNED}
+    lost, ended = sum(dropped.values()), sum(dropped.values()) + groups.trained
+    if lost >= max(DROPPED_MIN, DROPPED_SHARE * ended):
+        reason = max(dropped, key=dropped.__getitem__)
+        yield (
+            "dropped-groups",
+            f"{lost} of {ended} prompts were dropped and teach nothing ({dropped[reason]} as "
+            f"{reason}, see docs/metrics.md), so the model learns from a biased choice: "
+            "check the reward function's None results and the environment's failures with "
+            "`laminar samples`; algorithm.min_scored is the least number of scored siblings",
+        )
 
 
 def _check_mismatch(event: ev.StepCompleted) -> Iterator[tuple[str, str]]:

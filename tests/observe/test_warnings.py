@@ -17,7 +17,7 @@ from laminar.events import events as ev
 from laminar.events.base import Event, Stamped
 from laminar.events.reasons import EndedBy, FinishReason
 from laminar.observe.metrics import MetricsWriter
-from laminar.observe.warnings import LIMITS, WINDOW, WarningMonitor, first_look
+from laminar.observe.warnings import ENDS_WINDOW, LIMITS, WINDOW, WarningMonitor, first_look
 from tests.observe.test_metrics_and_status import TELEMETRY
 from tools.kit.world import World
 from tools.kit.world_parts import settings, step_completed
@@ -67,17 +67,24 @@ class Seen:
 
 
 @pytest.mark.parametrize(
-    ("kind", "figures", "word"),
+    ("kind", "figures", "word", "window"),
     [
-        ("no-signal", {"groups/no_variance": 0.9}, "90%"),
-        ("truncated", {"response_length/clip_ratio": 0.5}, "50%"),
+        ("no-signal", {"groups/no_variance": 0.9}, "90%", WINDOW),
+        ("truncated", {"response_length/clip_ratio": 0.5}, "50%", ENDS_WINDOW),
+        (
+            "tool-timeouts",
+            {"truncated/tool-timeout": 0.05, "truncated/turn-timeout": 0.06},
+            "11% of the responses of the last 3 steps ended because their tools did not answer in "
+            "time, most by env.turn_timeout_s",
+            ENDS_WINDOW,
+        ),
     ],
 )
 def test_a_figure_of_the_last_steps(
-    state: State, kind: str, figures: dict[str, float], word: str
+    state: State, kind: str, figures: dict[str, float], word: str, window: int
 ) -> None:
     seen = Seen(state)
-    assert seen.steps(WINDOW - 1, **figures) == []
+    assert seen.steps(window - 1, **figures) == []
     assert seen.steps(3, **figures) == [kind]
     assert word in seen.events[0].text
     below = {name: value - 0.01 for name, value in figures.items()}
@@ -101,7 +108,8 @@ def test_truncation_names_the_setting_of_each_limit(
 ) -> None:
     seen = Seen(state)
     figures = {f"truncated/{name}": share for name, share in shares.items()}
-    assert seen.steps(WINDOW, **figures, **{"response_length/clip_ratio": 0.6}) == ["truncated"]
+    seen.steps(ENDS_WINDOW, **figures, **{"response_length/clip_ratio": 0.6})
+    assert seen.events[0].kind == "truncated"
     assert words in seen.events[0].text
 
 
@@ -204,6 +212,75 @@ def test_a_mismatch_that_is_small_or_usual_is_none(state: State, before: float, 
     seen = Seen(state)
     seen.steps(10, **{"mismatch_kl/mean": before})
     assert seen.steps(9, **{"mismatch_kl/mean": now}) == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "kinds"),
+    [
+        ([0.2, 0.4, 1.0, 1.0, 0.8, 0.3], []),  # warm-up, then a decay
+        ([0.2, 0.2, 0.4, 1.0, 1.0], []),  # warm-up after that of a critic
+        ([1.0, 0.8, 0.9], ["learning-rate"]),
+        ([1.0, 0.2, 1.0], ["learning-rate"]),
+    ],
+)
+def test_a_rate_that_rises_again(state: State, rates: list[float], kinds: list[str]) -> None:
+    seen = Seen(state)
+    for rate in rates:
+        seen.steps(1, **{"actor/lr": rate})
+    assert [event.kind for event in seen.events] == kinds
+    assert all("rose from" in event.text for event in seen.events)
+
+
+@pytest.mark.parametrize(
+    ("moved", "losses", "kinds"),
+    [
+        (0.1, [0.0, 1e-4, -1e-9, 2e-4], []),
+        (0.0, [0.0, 0.0, 0.0], []),  # nothing was trained
+        (0.1, [0.0, 0.0], ["kl-zero"]),
+        (0.1, [-0.0, -1e-3, 1e-3, -1e-3], []),
+        (0.1, [1e-3, -1e-3, -2e-3], ["kl-negative"]),
+    ],
+)
+def test_kl_to_the_reference(
+    state: State, moved: float, losses: list[float], kinds: list[str]
+) -> None:
+    seen = Seen(state)
+    for loss in losses:
+        seen.steps(1, **{"actor/kl_loss": loss, "mismatch/moved": moved})
+    assert [event.kind for event in seen.events] == kinds
+
+
+def published(version: int, digest: str) -> ev.WeightsPublished:
+    return ev.WeightsPublished(
+        version=version, step=version, digest=digest, num_bytes=4, held=(version,)
+    )
+
+
+@pytest.mark.parametrize(("changed", "kinds"), [(True, ["weights-unchanged"]), (False, [])])
+def test_versions_with_the_same_bytes(state: State, changed: bool, kinds: list[str]) -> None:
+    seen = Seen(state)
+    for version, digest in enumerate("abbc"):
+        seen.take(published(version, digest))
+        seen.take(step_completed(version, version + 1, changed=changed or version != 1))
+    assert [event.kind for event in seen.events] == kinds
+    assert all("version 2 was published with the bytes of version 1" in e.text for e in seen.events)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "kinds"),
+    [
+        ({"too-few-scored": 4}, []),  # few
+        ({"too-few-scored": 9}, []),  # below a tenth
+        ({"no-variance": 90, "run-ended": 30, "end-of-data": 5}, []),  # as planned
+        ({"too-few-scored": 12, "quarantined": 8}, ["dropped-groups"]),
+    ],
+)
+def test_groups_that_are_dropped(state: State, dropped: dict[str, int], kinds: list[str]) -> None:
+    groups = state.work.ledger.groups
+    groups.trained, groups.dropped = 100, dropped
+    seen = Seen(state)
+    assert seen.steps(1) == kinds
+    assert all("20 of 120 prompts were dropped" in event.text for event in seen.events)
 
 
 def test_siblings_that_began_with_different_prompts(state: State) -> None:

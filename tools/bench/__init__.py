@@ -2,6 +2,8 @@
 
 core.tick, core.replay, core.scale   cost of the coordinator: turns, a replay, large clusters
 scale_out     the control plane with 256 emulated replicas, whose coordinator is killed
+museum        faults that others reported, planted in runs that must name them
+resume_policies  responses lost and generated again by four policies of a resume
 kills         kill -9 of each role in a run that trains
 power_cuts    kill -9 of all processes at once, then a resume
 connections   cost of a run's keys

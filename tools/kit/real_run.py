@@ -6,11 +6,12 @@ Gives   Run; check, of a run that has ended; laminar, the command line; read_jso
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,14 @@ class BadRun(RuntimeError):
 class Run:
     """A `laminar train` process and its run directory."""
 
-    def __init__(self, run_dir: Path, config: str, settings: Sequence[str]) -> None:
-        self.run_dir = run_dir
+    def __init__(
+        self,
+        run_dir: Path,
+        config: str,
+        settings: Sequence[str],
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        self.run_dir, self.environment = run_dir, os.environ | environment
         place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self.output = run_dir.parent / f"{run_dir.name}.output"
@@ -44,7 +51,11 @@ class Run:
     def _start(self, *words: str) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
             return subprocess.Popen(
-                laminar("train", *words), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+                laminar("train", *words),
+                cwd=ROOT,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
     def step(self) -> int:
