@@ -46,7 +46,7 @@ SCORES = (0.8, 0.9)
 class Draft:
     """A response while it is sampled."""
 
-    def __init__(self, row: PromptRow, prompt: list[int], seed: int) -> None:
+    def __init__(self, row: PromptRow, prompt: tuple[int, ...], seed: int) -> None:
         self.row, self.prompt, self.seed, self.truncated = row, prompt, seed, False
         self.tokens: list[tuple[int, float, int]] = []  #: id, log-prob, step of its weights
 
@@ -103,7 +103,7 @@ class Course:
         self.scores.append(sum(correct) / len(correct))
 
     def _make_draft(self, row: PromptRow, seed: int) -> Draft:
-        return Draft(row, encode_prompt(self._tokenizer, row, self.config.data), seed)
+        return Draft(row, tuple(encode_prompt(self._tokenizer, row, self.config.data)), seed)
 
     def _sample_batch(self, responses: Sequence[Response]) -> list[TrainSample]:
         """Sample with each of the weights, oldest first."""
@@ -126,8 +126,8 @@ class Course:
         self._engine.load_weights(self._weights[step].items())
         limit = self.config.data.max_response_length
         for number, draft in enumerate(drafts):
-            prompt, done = tuple(draft.prompt), tuple(token for token, _, _ in draft.tokens)
-            asked = (str(number), prompt, done, limit, temperature, draft.seed, self._stop)
+            done = tuple(token for token, _, _ in draft.tokens)
+            asked = (str(number), draft.prompt, done, limit, temperature, draft.seed, self._stop)
             self._engine.add(GenerateRequest(*asked))
         while deltas := self._engine.step():
             for delta in deltas:
