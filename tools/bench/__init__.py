@@ -13,6 +13,7 @@ engines       one generation engine: loads, mismatch with the trainer, speed
 slow_tools    throughput with tools that answer late
 turns         token identity over many turns with tools
 repack        policies in virtual time: repack and weights in flight
+race          time to a score: asynchronous against synchronous, learning in virtual time
 paper         the Laminar paper's throughput table in virtual time
 in_flight     weights in flight in real processes, against their model
 beside_trl    the quickstart in Laminar and in TRL

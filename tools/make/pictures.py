@@ -18,6 +18,7 @@ Coordinates are in grid units of 10 pixels, x to the right, y down. A source:
     path = ["store.right", [30, 5], "trainer.top@0.2"]   # sides of boxes (@: how far along), points
     text = "batches"        # above the middle of its longest part, or centred on `text_at`
     kind = "control"        # or "data", "weights", "line" (no head, dashed)
+    head = false            # for a line of a chart
 
 Colours are those of the reader's light or dark theme.
 """
@@ -84,6 +85,7 @@ class Arrow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
     kind: str = "control"
     text_at: Point | None = None
+    head: bool = True  #: false: a line in the colour of its kind
 
 
 class Picture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +105,8 @@ def svg(picture: Picture) -> str:
     width, height = (UNIT * (max(p[axis] for p in points) + MARGIN) for axis in (0, 1))
     frames = {name: box for name, box in picture.box.items() if box.kind == "frame"}
     others = {name: box for name, box in picture.box.items() if box.kind != "frame"}
-    kinds = dict.fromkeys(arrow.kind for arrow in picture.arrow if arrow.kind != "line")
+    headed = (arrow.kind for arrow in picture.arrow if arrow.head and arrow.kind != "line")
+    kinds = dict.fromkeys(headed)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" role="img">',
@@ -173,7 +176,7 @@ def _anchor(place: str, boxes: Mapping[str, Box]) -> Point:
 
 def _line(arrow: Arrow, boxes: Mapping[str, Box]) -> str:
     path = " ".join(f"{UNIT * x:g},{UNIT * y:g}" for x, y in _points(arrow, boxes))
-    head = "" if arrow.kind == "line" else f' marker-end="url(#{arrow.kind})"'
+    head = "" if arrow.kind == "line" or not arrow.head else f' marker-end="url(#{arrow.kind})"'
     return f'<polyline class="arrow arrow-{arrow.kind}" points="{path}"{head}/>'
 
 

@@ -23,7 +23,7 @@ from laminar.core.state.indexes import due_timers, get_next_timer_ns
 from laminar.engines.emulated.timed_batch import TimedBatch
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from laminar.events.base import COORDINATOR, Command, Event, Stamped
+from laminar.events.base import COORDINATOR, Command, Event, Settings, Stamped
 from laminar.names.ids import TrajectoryId
 from tools.bench.repack.measures import GROUP_SIZE, SAMPLE_S, SECOND, Meter, Seen, Setup
 from tools.kit.world_parts import coordinator_started, settings, step_completed
@@ -37,8 +37,8 @@ NEVER_MS = 1 << 40
 class Replica:
     """An engine with its batch and the coordinator's latest order."""
 
-    def __init__(self, name: str, setup: Setup) -> None:
-        self.name, self.batch = name, TimedBatch(setup.timing, setup.slots)
+    def __init__(self, name: str, batch: TimedBatch) -> None:
+        self.name, self.batch = name, batch
         self.placements: dict[TrajectoryId, int] = {}
         self.as_of = 0
         self.plan = 0
@@ -46,6 +46,8 @@ class Replica:
 
 class RepackWorld:
     """A run from its start until enough steps are measured."""
+
+    make_batch = TimedBatch
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -126,9 +128,9 @@ class RepackWorld:
 
     # --- the start ------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _make_settings(self) -> Settings:
         setup = self.setup
-        chosen = settings(
+        return settings(
             seed=setup.seed,
             groups_per_step=setup.groups_per_step,
             group_size=GROUP_SIZE,
@@ -146,7 +148,9 @@ class RepackWorld:
             repack_release_timeout_ms=2_000 if setup.policy else 0,
             repack_prefill_tokens=self._prefilled_per_step() if setup.policy else 0,
         )
-        self._hear(COORDINATOR, 0, coordinator_started(chosen))
+
+    def _begin(self) -> None:
+        self._hear(COORDINATOR, 0, coordinator_started(self._make_settings()))
         for name in (NODE, STORE, RELAY, TRAINER):
             self._join(name)
         data = ev.DataLoaded(num_train=1 << 20, num_eval=0, overlap=0, digest="d")
@@ -154,7 +158,7 @@ class RepackWorld:
         self._say(RELAY, ev.RelayReady(address="here", chain_address="here"))
         self._say(TRAINER, ev.TrainerReady(num_parameters=1, weights_bytes=4))
         self._publish(0, 0)
-        for number in range(setup.replicas):
+        for number in range(self.setup.replicas):
             self._after(
                 self._chance.uniform(0, self.setup.start_s), self._start, f"rollout-0.{number}"
             )
@@ -172,7 +176,8 @@ class RepackWorld:
         self._hear(name, 0, ev.ActorJoined(name=name, role=role, boot_id=boot, node=NODE, pid=1))
 
     def _start(self, name: str) -> None:
-        self._replicas[name] = Replica(name, self.setup)
+        batch = self.make_batch(self.setup.timing, self.setup.slots)
+        self._replicas[name] = Replica(name, batch)
         self._join(name)
         ready = ev.ReplicaReady(
             max_num_seqs=self.setup.capacity,
