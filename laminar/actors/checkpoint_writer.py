@@ -9,10 +9,11 @@ old checkpoints are done in the background. An old checkpoint is removed once th
 the new one, because until then no trainer would resume from the new one. The same holds for
 payloads that all kept checkpoints cover. A checkpoint is due after steps or after minutes, which
 limit the work that a lost trainer repeats; the coordinator decides from the checkpoints that it
-knows, so its replay needs no clock. One that falls due during another follows it: the trainer waits
-for a disk only if the coordinator waits for the checkpoint, because the run pauses. The checkpoint
-that a fork began with counts like any other, but stays on disk, because the fork cannot be trained
-again without it.
+knows, so its replay needs no clock. A trainer that has resumed may be lost again: it saves after
+its first new step, and then as often as OFTEN_SHARE of its time allows. One that falls due during
+another follows it: the trainer waits for a disk only if the coordinator waits for the checkpoint,
+because the run pauses. The checkpoint that a fork began with counts like any other, but stays on
+disk, because the fork cannot be trained again without it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 STOP_S = 8.0
 """Time limit for a write when the process ends; less than the node's limit for its children."""
+OFTEN_SHARE = 0.1
+"""Share of the time that is spent on checkpoints by a trainer that has resumed."""
 
 
 class CheckpointWriter:
@@ -69,6 +72,7 @@ class CheckpointWriter:
         self._disk = DiskFullRetry(host, "the checkpoint")
         self._freq = host.config.trainer.save_freq
         self._longest_ns = int(host.config.trainer.save_minutes * 60e9) or sys.maxsize
+        self._often = False  #: whether the trainer has resumed
         self._newest_ns = host.now_ns()  #: time of the newest checkpoint, else of the start
         self._due: tuple[int, int, int] | None = None  #: arguments of the save that is due
         #: held by the trainer during a job, which may change weights
@@ -97,12 +101,18 @@ class CheckpointWriter:
 
     async def resume_from(self, resume: ResumeState, kept: Collection[int]) -> None:
         """Continue from this checkpoint; remove those whose versions are not `kept`."""
+        self.save_often()
         self._before, self._batches = resume.digest, []
         found = sorted((await self.find_checkpoints()).items(), key=lambda item: item[1].step)
         self._kept = {r.version: directory for directory, r in found if r.version in kept}
         self._steps = {r.version: r.step for _, r in found}
         self._old = [directory for directory, r in found if r.version not in kept]
         await self._remove_old()
+
+    def save_often(self) -> None:
+        """Save after the next step and often from then on, unless `save_freq` alone counts."""
+        if self._longest_ns < sys.maxsize:
+            self._often, self._longest_ns = True, 0
 
     def record_batch(self, batch: tuple[str, ...]) -> None:
         """Record that these trajectories were trained, in this order."""
@@ -175,6 +185,10 @@ class CheckpointWriter:
                 raise
         finally:
             self._idle.set()
+        if self._often:
+            took_ns = self.host.now_ns() - self._newest_ns
+            most_ns = int(self.host.config.trainer.save_minutes * 60e9)
+            self._longest_ns = min(round(took_ns / OFTEN_SHARE), most_ns)
         self.host.spawn(self._follow())
         covered = min((self._steps[version] for version in self._kept), default=0)
         await self._remove_old()

@@ -338,6 +338,7 @@ class Trainer:
             await fetch_batch(self.store, command), command.step_index
         )
         checkpoints.record_batch(command.trajectories)
+        checkpoints.save_often()
         described = await self._files.build_manifest(
             await self._files.copy(),
             version=command.version,

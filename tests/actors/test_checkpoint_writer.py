@@ -226,6 +226,32 @@ async def test_one_is_due_after_minutes_or_steps_whichever_comes_first(
     assert [event.version for event in trainer.saved] == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [([], [1, 3, 13]), (["trainer.save_minutes=0"], []), (["trainer.save_freq=0"], [])],
+)
+async def test_after_a_loss_a_tenth_of_the_time_goes_to_checkpoints(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    go_on: threading.Event,
+    settings: list[str],
+    expected: list[int],
+) -> None:
+    """The first is due at once; the second, which takes half a minute, is followed after five."""
+    now = 7 * MINUTE_NS
+    monkeypatch.setattr(FakeHost, "now_ns", lambda host: now)
+    trainer = Trainer(tmp_path, "trainer.save_freq=100", *settings)
+    trainer.writer.save_often()
+    for minute, step in ((0, 1), (1, 3), (2, 5), (5.9, 11), (6, 13)):
+        go_on.clear()
+        now = round((7 + minute) * MINUTE_NS)
+        await trainer.step(step)
+        now += (step == 3) * MINUTE_NS // 2
+        go_on.set()
+        await trainer.writer.close()
+    assert [event.version for event in trainer.saved] == expected
+
+
 async def test_without_save_freq_no_time_makes_one_due(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, "trainer.save_freq=0", "trainer.save_minutes=1e-9")
     await trainer.step(1)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tools.check.rows import cuts
-from tools.kit.real_run import check, read_json
+from tools.kit import real_run
+from tools.kit.network import MachinesRun, Network
+from tools.kit.real_run import BadRun, check, read_json
 
 SMALL_BITS = 10  #: packets below 1,024 bytes pass: the mask of larger lengths is 0xfc00
 FAR = 2  #: the machine behind the narrow network
@@ -37,15 +39,15 @@ def narrow(device: str, *namespace: str) -> None:
 
 
 @pytest.fixture
-def network() -> Iterator[cuts.Network]:
+def network() -> Iterator[Network]:
     if os.geteuid():
         pytest.skip("network namespaces need root")
     try:
-        with cuts.Network() as network:
+        with Network(cuts.MACHINES) as network:
             narrow("lo", "-n", network.name(FAR))
             tc("qdisc del dev lo root", "-n", network.name(FAR))
             yield network
-    except (OSError, cuts.BadRun, subprocess.CalledProcessError) as error:
+    except (OSError, BadRun, subprocess.CalledProcessError) as error:
         pytest.skip(f"no network namespaces with packet filters here: {error}")
 
 
@@ -53,19 +55,19 @@ def network() -> Iterator[cuts.Network]:
 @pytest.mark.long
 @pytest.mark.timeout(1_800)
 def test_a_run_continues_without_the_machine_that_gets_no_large_packets(
-    tmp_path: Path, network: cuts.Network, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ways, so the chain ends before it, and its work continues on the other two."""
-    monkeypatch.setattr(cuts, "WAIT_S", 600.0)
-    training = cuts.Run(network, tmp_path / "run")
+    monkeypatch.setattr(real_run, "WAIT_S", 600.0)
+    training = MachinesRun(network, tmp_path / "run", *cuts.SETTINGS)
     try:
-        training.until(training.whole, "all machines take part")
-        training.until(lambda: training.step() >= 1, "a step is done")
+        training.until(lambda: training.has_processes(cuts.PROCESSES), "all machines take part")
+        training.until_step(1)
         narrow(f"in{FAR}", "-n", network.name(FAR))
         narrow(network.outer(FAR))
-        before = training.step()
-        training.until(lambda: training.step() > before + 10, "ten more steps are done")
-        training.end()
+        training.until_step(training.step() + 11)
+        training.drain()
+        assert training.end() == 0, training.said()
     finally:
         training.close()
     check(training.run_dir)

@@ -4,7 +4,9 @@ core.tick, core.replay, core.scale   cost of the coordinator: turns, a replay, l
 scale_out     the control plane with 256 emulated replicas, whose coordinator is killed
 museum        faults that others reported, planted in runs that must name them
 resume_policies  responses lost and generated again by four policies of a resume
-kills         kill -9 of each role in a run that trains
+kills         faults of each role in a run that trains: kill, stop, slow, cut, disk
+ettr          effective training time ratio of a run whose steps are hit by faults
+soak          growth of memory, descriptors and threads under faults
 power_cuts    kill -9 of all processes at once, then a resume
 connections   cost of a run's keys
 weights       the weight plane: hops, chains, a fetch next to a broadcast, the trainer's ranks

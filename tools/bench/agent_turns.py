@@ -97,12 +97,8 @@ def measure_run(directory: Path, steps: int, at_once: int) -> dict[str, Any]:
     agent, notes = write_agent(directory)
     settings = [*SETTINGS, f"agents.run={agent}", f"trainer.total_training_steps={steps}"]
     settings.append(f"agents.max_sessions={at_once}")
-    run = Run(directory / "run", CONFIG, settings)
-    try:
-        if code := run.end():
-            raise BadRun(f"exit code {code}: {run.said()}")
-    finally:
-        run.close()
+    with Run(directory / "run", CONFIG, settings) as run:
+        pass
     check(run.run_dir)
     noted = [NotedTurn._make(json.loads(line)) for line in notes.read_text().splitlines()]
     return compute_latencies(noted, read_times(run.run_dir))

@@ -58,14 +58,9 @@ Figures = dict[str, Any]
 
 def measured(run_dir: Path, settings: Sequence[str], warm: int, steps: int) -> Figures:
     """Make a real run and return its figures; raise BadRun if it fails."""
-    training = Run(run_dir, CONFIG, settings)
-    try:
+    with Run(run_dir, CONFIG, settings) as training:
         training.until_step(warm + steps)
         training.drain()
-        if code := training.end():
-            raise BadRun(f"exit code {code}: {training.said()}")
-    finally:
-        training.close()
     check(run_dir)
     oldest = read_json(run_dir / "summary.json")["staleness_max"]
     if oldest > (bound := run_config(run_dir).async_.max_staleness):

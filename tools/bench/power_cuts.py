@@ -15,12 +15,10 @@ next_step_s   from the resumption until the next step was done
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,7 +34,7 @@ from laminar.events.base import Command, Stamped
 from laminar.names.ids import Purpose
 from laminar.run.lock import holders
 from tools.bench.kills.killed_run import APART_S
-from tools.kit.real_run import POLL_S, BadRun, Run, check
+from tools.kit.real_run import POLL_S, BadRun, Run, check, print_lines
 
 
 class Cut:
@@ -127,18 +125,13 @@ def run(
     drained: whether to stop the run once it has resumed after the last cut, even if steps remain.
     """
     chance = random.Random(seed)
-    training = Run(run_dir, config, settings)
-    try:
+    with Run(run_dir, config, settings) as training:
         training.until_step(1)
         for number in range(cuts):
             _cut(training, chance)
             training.resume(last if number == cuts - 1 else ())
         if drained:
             training.drain()
-        if code := training.end():
-            raise BadRun(f"exit code {code}: {training.said()}")
-    finally:
-        training.close()
     check(run_dir)
     watch = Watch()
     replay_log(run_dir, watch)
@@ -178,16 +171,11 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir = (args.keep or Path(directory) / "cuts").absolute()
-        try:
-            watch = run(run_dir, args.config, args.settings, args.cuts, args.seed)
-        except BadRun as error:
-            print(error, file=sys.stderr)
-            return 1
-    for line in figures(watch):
-        print(json.dumps(line), flush=True)
-    return 0
+    return print_lines(_cut_run, args)
+
+
+def _cut_run(run_dir: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    return figures(run(run_dir, args.config, args.settings, args.cuts, args.seed))
 
 
 if __name__ == "__main__":

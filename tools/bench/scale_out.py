@@ -45,10 +45,10 @@ from laminar.analysis.log.timeline import read_spans
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events import commands as cmd
 from laminar.events import events as ev
-from tools.kit.real_run import ROOT, laminar, read_json
+from tools.kit.real_run import ROOT, Run, laminar, read_json
 
 POLL_S = 0.5
-START_S, END_S = 300.0, 300.0
+END_S = 300.0
 
 
 def tell(name: str, value: Any) -> None:
@@ -163,12 +163,12 @@ def latencies(found: History, pairs: list[tuple[int, int]], killed_ns: int) -> d
 
 
 def run(config: str, seconds: float, settings: list[str], run_dir: Path) -> int:
-    place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
-    train = subprocess.Popen(laminar("train", "-c", config, *settings, *place), cwd=ROOT)
-    killed_ns = 0
+    training, killed_ns = Run(run_dir, config, settings), 0
     try:
-        _until(lambda: read_json(run_dir / "status.json").get("newest_version", -1) >= 0, train)
-        meter, began = Meter(run_dir), time.monotonic()
+        training.until(
+            lambda: read_json(run_dir / "status.json").get("newest_version", -1) >= 0, "weights"
+        )
+        meter, began, train = Meter(run_dir), time.monotonic(), training.train
         while (passed := time.monotonic() - began) < seconds and train.poll() is None:
             meter.look()
             if not killed_ns and passed >= seconds / 2:
@@ -178,9 +178,9 @@ def run(config: str, seconds: float, settings: list[str], run_dir: Path) -> int:
         figures = list(meter.figures())
         if train.poll() is None:
             subprocess.run(laminar("stop", str(run_dir)), cwd=ROOT, timeout=END_S)
-        code = train.wait(END_S)
+        code = training.end()
     finally:
-        train.kill()
+        training.close()
     for name, value in figures:
         tell(name, value)
     return report(run_dir, killed_ns, code)
@@ -206,14 +206,6 @@ def report(run_dir: Path, killed_ns: int, code: int) -> int:
         tell(" ".join(words), {"said": last, "seconds": round(time.monotonic() - began, 1)})
         failed = failed or done.returncode
     return 1 if failed else 0
-
-
-def _until(condition: Any, train: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
-    while not condition():
-        if train.poll() is not None or time.monotonic() > deadline:
-            sys.exit("the run did not start")
-        time.sleep(POLL_S)
 
 
 def main() -> int:

@@ -1,19 +1,22 @@
 """A `laminar train` of real processes, for the benches and the scorecard: start, watch, end.
 
-Gives   Run; check, of a run that has ended; laminar, the command line; read_json; BadRun
+Gives   Run; check, of a run that has ended; print_lines, the main part of a bench; laminar, the
+        command line; read_json; BadRun
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from laminar.run.directory import run_config
 
@@ -29,7 +32,10 @@ class BadRun(RuntimeError):
 
 
 class Run:
-    """A `laminar train` process and its run directory."""
+    """A `laminar train` process and its run directory.
+
+    At the end of its context the run must end with code 0; after an error it is stopped.
+    """
 
     def __init__(
         self,
@@ -43,6 +49,16 @@ class Run:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self.output = run_dir.parent / f"{run_dir.name}.output"
         self.train = self._start("-c", config, *settings, *place)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if failed is None and (code := self.end()):
+                raise BadRun(f"exit code {code}: {self.said()}")
+        finally:
+            self.close()
 
     def resume(self, settings: Sequence[str] = ()) -> None:
         """Resume a run whose processes are all gone."""
@@ -101,6 +117,22 @@ def check(run_dir: Path, *, weights: bool = True) -> None:
         )
         if done.returncode:
             raise BadRun(f"laminar {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def print_lines(
+    measure: Callable[[Path, argparse.Namespace], Iterable[dict[str, Any]]],
+    args: argparse.Namespace,
+) -> int:
+    """Print the lines of a bench as JSON; return 1 if its run fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = args.keep or Path(directory) / f"{measure.__name__.strip('_')}{os.getpid()}"
+        try:
+            for line in measure(run_dir.absolute(), args):
+                print(json.dumps(line), flush=True)
+        except BadRun as error:
+            print(error, file=sys.stderr)
+            return 1
+    return 0
 
 
 def laminar(*words: str) -> list[str]:

@@ -1,16 +1,26 @@
-"""Recovery of a run from kill -9: each role is killed during training and must be restarted.
+"""Recovery of a run from faults: each role is hit during training and must come back.
 
 Usage: python -m tools.bench.kills [-c configs/recipes/words/run.toml] [--roles trainer,store,...]
-           [--each 1] [--drained] [--seed 0] [--keep DIR] [key=value ...]
-Prints one JSON line per kill, one for all killed replicas (lost_answers.py) and one for the run,
-which --drained stops when the last killed process is back, even if steps remain; exits 1 if the run
-fails, a process does not come back, the books do not agree, the log does not replay or the weights
-cannot be retrained from it.
+           [--kinds kill,stop,slow,cut,disk] [--each 1] [--rate 1] [--drained] [--seed 0]
+           [--keep DIR] [key=value ...]
+Prints one JSON line per fault, one for all killed replicas (lost_answers.py) and one for the run,
+which --drained stops when the last hit process is back, even if steps remain; exits 1 if the run
+fails, a process does not come back, the books do not agree, the log does not replay, the weights
+cannot be retrained from it, or a process, a lock or shared memory is left.
 
-The processes are those of a real run. The order, the moment and the process of a role are random.
-The next process is killed when the one before is back and a step is done.
+The processes are those of a real run. The order, the moment and the process of a role are random;
+--rate is the share of the steps that are hit. The next process is hit when the one before is back
+and a step is done.
 
-noticed_s     from the kill until the coordinator learned of it, or had restarted itself
+kill   SIGKILL
+stop   SIGSTOP for 1.5 to 5 leases of the role, then SIGCONT
+slow   a tenth of the speed, for three times coordinator.lease_ms
+cut    a machine off the network, for 1.5 to 5 times coordinator.lease_ms: the run has three, in
+       network namespaces (as root, Linux)
+disk   a write or sync of the coordinator's process fails (EIO, ENOSPC) or is its last (strace)
+
+lasted_s      length of the fault
+noticed_s     from the fault until the coordinator learned of it, or had restarted itself
 joined_s      until the new process had joined
 ready_s       until it could work: a trainer with its checkpoint loaded, a replica with an engine
 redone_s      until a trainer had repeated the steps after its checkpoint
@@ -28,11 +38,10 @@ To lose responses while weights change during generation:
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +50,14 @@ import numpy as np
 from laminar.analysis.log.timeline import EMPTY_STEPS, read_steps
 from laminar.names.roles import Role
 from laminar.run.directory import TIMELINE_DIR
-from tools.bench.kills.killed_run import ROLES, Kill, Passed, run, times
+from tools.bench.kills.killed_run import KINDS, MACHINE, ROLES, Fault, Passed, run, times
 from tools.bench.kills.lost_answers import all_lost, lost_answers
-from tools.kit.real_run import BadRun
+from tools.kit.real_run import print_lines
 
 BEFORE_S = 20.0
 
 
-def sampled(run_dir: Path, kill: Kill, seconds: float) -> float:
+def sampled(run_dir: Path, kill: Fault, seconds: float) -> float:
     """Return the tokens per second after a kill as a share of those before it, 0 if none."""
     names = {path.stem for path in (run_dir / TIMELINE_DIR).glob("*.steps")}
     steps = np.concatenate([EMPTY_STEPS, *(read_steps(run_dir, name) for name in sorted(names))])
@@ -68,10 +77,13 @@ def figures(run_dir: Path, passed: Passed) -> Iterator[dict[str, Any]]:
         found: dict[str, Any] = dict(times(kill, passed.log.events))
         if until_s := found.get("next_step_s"):
             found["sampled"] = sampled(run_dir, kill, until_s)
-        if kill.role == Role.ROLLOUT:
+        if (kill.kind, kill.role) == ("kill", Role.ROLLOUT):
             lost.append(lost_answers(run_dir, passed.log, kill.name, kill.pid))
             found |= lost[-1]
-        yield {"killed": kill.name, "role": kill.role, **found}
+        if kill.kind != "kill":
+            found = {"kind": kill.kind, "lasted_s": kill.lasted_s, **found}
+        at = datetime.fromtimestamp(kill.at_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+        yield {"hit": kill.name, "role": kill.role, "at": at, **found}
     if lost:
         yield {"name": "lost answers", **all_lost(passed.log, lost)}
     kept = ("steps", "eval_first", "eval_last", "trajectories_trained", "tokens_per_s")
@@ -81,39 +93,42 @@ def figures(run_dir: Path, passed: Passed) -> Iterator[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("-c", "--config", default="configs/recipes/words/run.toml")
-    parser.add_argument("--roles", type=_roles, default=ROLES, metavar="ROLE,ROLE")
-    parser.add_argument("--each", type=int, default=1, help="kills of each role")
+    parser.add_argument("--roles", type=_choose(ROLES), default=ROLES, metavar="ROLE,ROLE")
+    parser.add_argument("--kinds", type=_choose(KINDS), default=("kill",), metavar="KIND,KIND")
+    parser.add_argument("--each", type=int, default=1, help="faults of each role and kind")
+    parser.add_argument("--rate", type=float, default=1.0, help="share of the steps that are hit")
     parser.add_argument("--drained", action="store_true", help="stop when all processes are back")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run directory to keep")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_args()
-    order = [role for role in args.roles for _ in range(args.each)]
+    return print_lines(_hit_run, args)
+
+
+def _hit_run(run_dir: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    order = [fault for fault in list_faults(args.kinds, args.roles) for _ in range(args.each)]
     random.Random(args.seed).shuffle(order)
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir = args.keep or Path(directory) / "kills"
-        try:
-            passed = run(
-                run_dir.absolute(),
-                args.config,
-                args.settings,
-                order,
-                args.seed,
-                drained=args.drained,
-            )
-        except BadRun as error:
-            print(error, file=sys.stderr)
-            return 1
-        for line in figures(run_dir, passed):
-            print(json.dumps(line), flush=True)
-    return 0
+    passed = run(
+        run_dir, args.config, args.settings, order, args.seed, drained=args.drained, rate=args.rate
+    )
+    yield from figures(run_dir, passed)
 
 
-def _roles(text: str) -> tuple[str, ...]:
-    found = tuple(text.split(","))
-    if not set(found) <= set(ROLES):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(ROLES)}")
-    return found
+def list_faults(kinds: Sequence[str], roles: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each possible (kind, role) once."""
+    for kind in kinds:
+        only = {"cut": (MACHINE,), "disk": (Role.COORDINATOR,)}.get(kind, roles)
+        yield from ((kind, role) for role in only)
+
+
+def _choose(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if not set(found) <= set(known):
+            raise argparse.ArgumentTypeError(f"{text!r}: choose from {', '.join(known)}")
+        return found
+
+    return parse
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from laminar.run.directory import SECRET_FILE
 from laminar.run.secret import Secret, read_secret
 from tools.check.rows import strangers
 from tools.check.rows.base import Figure, Gate, Row
-from tools.kit.real_run import ROOT, BadRun, Run, laminar
+from tools.kit.real_run import ROOT, Run, laminar
 
 QUICKSTART = "configs/recipes/words/run.toml"
 SMALL = (
@@ -109,18 +109,13 @@ def _files(directory: Path) -> dict[str, bytes]:
 def look_at(config: str, settings: Sequence[str]) -> Shown:
     """Inspect a run while it works and after it ended; raise BadRun if it fails."""
     with tempfile.TemporaryDirectory() as directory:
-        training = Run(Path(directory) / "run", config, settings)
-        try:
+        with Run(Path(directory) / "run", config, settings) as training:
             training.until_step(1)
             run_dir = training.run_dir
             forms = forms_of(read_secret(run_dir), (run_dir / SECRET_FILE).read_bytes())
             living = list(_processes(psutil.Process(training.train.pid)))
             listening = {ip for process, _ in living for ip in _listening(process)}
             training.drain()
-            if code := training.end():
-                raise BadRun(f"code {code}: {training.said()}")
-        finally:
-            training.close()
         shown = {
             f"{name} of {kept['cmdline'].decode(errors='replace')}": content
             for _, kept in living

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from tools.check.rows import (
+    bad_weights,
     coverage,
     cuts,
     exposure,
+    faults,
     golden,
-    kills,
     log_damage,
     planted,
     power_cuts,
@@ -22,11 +23,12 @@ from tools.check.rows.base import Row
 ROWS: tuple[Row, ...] = tuple(
     sorted(
         (
+            *bad_weights.ROWS,
             *coverage.ROWS,
             *cuts.ROWS,
             *exposure.ROWS,
+            *faults.ROWS,
             *golden.ROWS,
-            *kills.ROWS,
             *log_damage.ROWS,
             *planted.ROWS,
             *power_cuts.ROWS,
