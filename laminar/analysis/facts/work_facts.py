@@ -74,8 +74,8 @@ class TrajectoryFacts:
                 if group is not None and group.mixed:
                     self._mixed.add(life.group)
         ended = (life.group for what, life in at.changes if what == Stage.ENDED)
-        for group in dict.fromkeys(ended):
-            self._close_group(group, at.state)
+        for name in dict.fromkeys(ended):
+            self._close_group(name, at.state)
         if at.state.work.ready and not isinstance(at.event, _MAKE_NO_GROUP_READY):
             for ready in at.state.work.ready:
                 self._complete.setdefault(ready, at.now)
