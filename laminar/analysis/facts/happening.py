@@ -1,4 +1,4 @@
-"""One event of a replay with all that belongs to it, as the parts of the collector receive it.
+"""Events of a replay as the parts of the collector receive them: with commands and state.
 
 Reads   nothing
 Gives   Happening; Add, which receives rows; is_frequent, for events that change little

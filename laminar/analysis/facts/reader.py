@@ -3,7 +3,7 @@
 Reads   RUN/events/, RUN/facts/, the calls of RUN/store.sqlite
 Writes  RUN/facts/ (the tables, states, facts.json), renamed once it is complete; for a run that
         cannot be written, a directory below the user's cache instead
-Gives   load_facts, of the log as it is now; follow_run, of a run that goes on; Facts
+Gives   load_facts, of the log as it is now; follow_run, of an active run; Facts
 Raises  ConfigError for a run directory that cannot be read
 
 The facts are built again when their version, the logic version or the log has changed. They keep a
@@ -54,7 +54,7 @@ _decode_event = msgspec.json.Decoder(reduce(or_, ALL_EVENTS)).decode
 HEADER_FILE = "facts.json"
 STATE_SUFFIX = ".zst"
 NOT_FOLLOWED = ("events", "decisions", CALLS)
-"""Tables that are read where they are needed, and not kept in memory for a run that goes on."""
+"""Tables that are read where they are needed, and not kept in memory for an active run."""
 
 Progress = Callable[[int, float], None]
 """Called while facts are built: events so far, share of the log."""
@@ -250,7 +250,7 @@ def _build_facts(log: RunLog, directory: Path, progress: Progress | None) -> Fac
 
 
 class LiveFacts(Facts):
-    """Facts of a run that goes on: `refresh` handles the records that were added since."""
+    """Facts of an active run: `refresh` handles the records that were added since."""
 
     def __init__(self, run_dir: Path, progress: Progress | None = None) -> None:
         self.run_dir, self._progress = run_dir, progress

@@ -24,7 +24,7 @@ KINDS = {
     "texts": pa.list_(pa.string()),
     "timestamp": pa.timestamp("us"),
 }
-CALLS = "tool_calls"  #: read from the store where it is needed, since it goes on to change
+CALLS = "tool_calls"  #: read from the store where it is needed, since its rows change
 SCHEMAS = {
     table.name: pa.schema([(column.name, KINDS[column.kind]) for column in table.columns])
     for table in TABLES.values()

@@ -177,7 +177,7 @@ def render_page(runs: Sequence[PageData]) -> str:
 
 
 def _chart_first_screen(runs: Sequence[PageData]) -> list[Drawn]:
-    """Chart what the run learned, beside what each of its processes did."""
+    """Chart what the run learned, and what each of its processes did."""
     evaluations = [partial(draw_chart, chart) for chart in chart_evaluations(runs)]
     title, key, unit = REWARD
     rewarded = any(data.get_points(key)[0] for data in runs)
