@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from laminar.analysis.log import run_log
+from laminar.analysis.log.event_clock import WallClock
 from laminar.analysis.log.process_logs import cut_logs
 from laminar.analysis.log.story import dump_log, read_story
 from laminar.analysis.log.timeline import cut_timelines
@@ -256,7 +257,7 @@ def show_progress(run: Path) -> Callable[[int, float], None]:
 def _count_records(run: Path) -> list[str]:
     """Return lines with the number of events and decisions of each type."""
     events, decisions = Counter[str](), Counter[str]()
-    clock, times = run_log.WallClock(), []
+    clock, times = WallClock(), []
     segments = set[int]()
     for record in run_log.read_records(run):
         if isinstance(record, SegmentHeader):

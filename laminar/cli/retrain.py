@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from laminar.analysis.log.trained_steps import TrainedStep, TrainedSteps, read_trained_steps
+from laminar.analysis.facts.trained_steps import TrainedStep, TrainedSteps, read_trained_steps
 from laminar.config import Config, ConfigError
 from laminar.core.steps.step_replay import find_other_function_reason
 from laminar.names import exit_codes, ids

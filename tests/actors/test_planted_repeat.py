@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from laminar.actors import trainer
-from laminar.analysis.log.trained_steps import TrainedStep
+from laminar.analysis.facts.trained_steps import TrainedStep
 from laminar.cli.retrain import RetrainStart, _compare_steps, _Retraining
 from laminar.events import commands as cmd
 from laminar.events import events as ev

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from laminar.analysis.facts.reader import load_facts
-from laminar.analysis.log.run_log import WallClock, parse_event, raw_records, read_records
+from laminar.analysis.log.event_clock import WallClock
+from laminar.analysis.log.run_log import parse_event, raw_records, read_records
 from laminar.cli.log import run_stats
 from laminar.core.state.state import encode
 from laminar.eventlog.record import MAX_HEADER_BYTES, EventRecord, segment_numbers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from laminar.analysis.log.run_log import WallClock, parse_event, read_records
+from laminar.analysis.log.event_clock import WallClock
+from laminar.analysis.log.run_log import parse_event, read_records
 from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.launch.panel import start_parts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.log.trained_steps import TrainedStep, TrainedSteps
+from laminar.analysis.facts.trained_steps import TrainedStep, TrainedSteps
 from laminar.cli.retrain import check_layout
 from laminar.config import Config, ConfigError, resolve_config
 from laminar.names.ids import TrajectoryId

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from laminar.analysis.log.trained_steps import read_trained_steps
+from laminar.analysis.facts.trained_steps import read_trained_steps
 from tests.run.conftest import ROOT, Finished, check_books, train
 
 SHAPE = {

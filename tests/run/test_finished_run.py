@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.log.trained_steps import read_trained_steps
+from laminar.analysis.facts.trained_steps import read_trained_steps
 from laminar.cli import commands
 from laminar.names import exit_codes
 from tests.run.conftest import ROOT, Finished, arenas, laminar

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.analysis.log.trained_steps import read_trained_steps
+from laminar.analysis.facts.trained_steps import read_trained_steps
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.names import exit_codes

@@ -39,8 +39,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from laminar.analysis.log.event_clock import WallClock
 from laminar.analysis.log.process_logs import log_lines
-from laminar.analysis.log.run_log import WallClock, parse_command, parse_event, read_records
+from laminar.analysis.log.run_log import parse_command, parse_event, read_records
 from laminar.analysis.log.timeline import read_spans
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events import commands as cmd

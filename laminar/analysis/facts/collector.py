@@ -16,9 +16,10 @@ from laminar.analysis.facts.process_facts import ProcessFacts
 from laminar.analysis.facts.repack_facts import RepackFacts
 from laminar.analysis.facts.replica_facts import ReplicaFacts
 from laminar.analysis.facts.training_facts import TrainingFacts
-from laminar.analysis.facts.trajectory_history import EventClock, HistoryTracker
+from laminar.analysis.facts.trajectory_history import HistoryTracker
 from laminar.analysis.facts.weight_facts import WeightFacts
 from laminar.analysis.facts.work_facts import MessageFacts, TrajectoryFacts
+from laminar.analysis.log.event_clock import EventClock
 from laminar.core.state.state import State
 from laminar.events.base import Command, Stamped
 

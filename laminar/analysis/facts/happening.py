@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from laminar.analysis.facts.trajectory_history import Change, EventClock
+from laminar.analysis.facts.trajectory_history import Change
 from laminar.analysis.log.display import display_fields
+from laminar.analysis.log.event_clock import EventClock
 from laminar.core.state.state import State
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped

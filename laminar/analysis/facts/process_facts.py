@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from laminar.analysis.facts.happening import Add, Happening, Row
-from laminar.analysis.facts.trajectory_history import EventClock, Moment
+from laminar.analysis.log.event_clock import EventClock, Moment
 from laminar.core.state.members import ActorState
 from laminar.core.state.process_failures import ProcessFailures
 from laminar.events import events as ev

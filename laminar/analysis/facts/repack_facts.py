@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from laminar.analysis.facts.happening import Add, Happening, Row
 from laminar.analysis.facts.repack_reasons import NOT_STRAGGLING, list_decisions
-from laminar.analysis.facts.trajectory_history import Change, EventClock, Moment, Stage
+from laminar.analysis.facts.trajectory_history import Change, Stage
+from laminar.analysis.log.event_clock import EventClock, Moment
 from laminar.core.state import keys
 from laminar.core.state.state import State
 from laminar.events import commands as cmd

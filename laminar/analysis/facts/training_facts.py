@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from laminar.analysis.facts.happening import Add, Happening, Row
-from laminar.analysis.facts.trajectory_history import EventClock, Moment
 from laminar.analysis.log.display import step_number
+from laminar.analysis.log.event_clock import EventClock, Moment
 from laminar.core.state import keys
 from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.indexes import live_actor

@@ -1,7 +1,7 @@
 """History of every trajectory, from first placement to end, with the event of each stage.
 
 Reads   the events and commands of a replay, and the state after each
-Gives   Moment and EventClock, TrajectoryHistory and its Placements, HistoryTracker.record_event
+Gives   TrajectoryHistory and its Placements, HistoryTracker.record_event
 
 Only accepted events are entered: a late event of a lost replica is in the log, but not in a
 history. A history that has ended is returned with its last change and dropped here, so memory
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import NamedTuple
 
-from laminar.analysis.log.run_log import WallClock
+from laminar.analysis.log.event_clock import Moment
 from laminar.core.state import keys
 from laminar.core.state.scores import float_of
 from laminar.core.state.state import State
@@ -41,41 +41,6 @@ class Stage(StrEnum):
     CHOSEN = auto()
     ENDING = auto()
     ENDED = auto()
-
-
-class Moment(NamedTuple):
-    """Number and time of an event."""
-
-    seq: int
-    unix_ns: int
-
-
-class EventClock:
-    """Clock of a replay; call `locate_event` for every event, in the order of the log."""
-
-    def __init__(self) -> None:
-        self.now = Moment(0, 0)
-        self.first_ns = 0  #: time of the first event
-        self._clock = WallClock()
-
-    def locate_event(self, stamped: Stamped) -> Moment:
-        unix_ns = self._clock.unix_ns(stamped)
-        if not self.now.seq:
-            self.first_ns = unix_ns
-        self.now = Moment(stamped.seq, unix_ns)
-        return self.now
-
-    def seconds_since_start(self, moment: Moment) -> float:
-        """Return the seconds since the first event."""
-        return max(moment.unix_ns - self.first_ns, 0) / 1e9
-
-    def place(self, moment: Moment | None) -> tuple[float | None, int | None]:
-        """Return the two columns of a time in a table of facts."""
-        return (None, None) if moment is None else (self.seconds_since_start(moment), moment.seq)
-
-    def format_time(self, moment: Moment) -> str:
-        """Format a moment for display: `45.210 s (#8123)`."""
-        return f"{self.seconds_since_start(moment):.3f} s (#{moment.seq})"
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from laminar.analysis.facts.happening import Add, Happening, Row
 from laminar.analysis.facts.idle_reasons import source_of
-from laminar.analysis.facts.trajectory_history import EventClock, Moment
+from laminar.analysis.log.event_clock import EventClock, Moment
 from laminar.core.state import keys
 from laminar.events import commands as cmd
 from laminar.events import events as ev

@@ -13,14 +13,13 @@ import msgspec
 from laminar.analysis.facts.happening import Add, Happening, Row
 from laminar.analysis.facts.idle_reasons import source_of
 from laminar.analysis.facts.trajectory_history import (
-    EventClock,
     HistoryTracker,
-    Moment,
     Placement,
     Stage,
     TrajectoryHistory,
 )
 from laminar.analysis.log.display import step_number
+from laminar.analysis.log.event_clock import EventClock, Moment
 from laminar.core.state import keys
 from laminar.core.state.state import State
 from laminar.events import commands as cmd

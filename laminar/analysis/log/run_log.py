@@ -33,37 +33,12 @@ from laminar.eventlog.record import (
 )
 from laminar.eventlog.replay import LogReplay, Observer, Replay, decode_stamped, replay_records
 from laminar.eventlog.snapshot import Snapshot, read_snapshots
-from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.events.codec import decode_command
 from laminar.events.families import WireError
 from laminar.names.ports import AppendFile, DiskError
 from laminar.run.command_line import shell_command
 from laminar.run.directory import EVENTS_DIR
-
-
-class WallClock:
-    """Converter of event times to Unix time.
-
-    Times in the log are relative to the start of its coordinator. Where the beginning of the log
-    was removed, all times stay relative to that unknown moment. A coordinator that starts with a
-    clock that was set back continues with the time of the one before, so durations stay right.
-    """
-
-    def __init__(self) -> None:
-        self._offset_ns = 0
-        self._latest_ns = 0
-        self._known: bool | None = None  #: whether the first event was the first of the run
-
-    def unix_ns(self, event: Stamped) -> int:
-        """Return Unix time in ns, never decreasing; call it for every event, in log order."""
-        if self._known is None:
-            self._known = event.seq == 1
-        if self._known and isinstance(event.event, ev.CoordinatorStarted):
-            offset_ns = event.event.clock_ns - event.time_ns
-            self._offset_ns = max(self._offset_ns, offset_ns)
-        self._latest_ns = max(self._latest_ns, event.time_ns + self._offset_ns)
-        return self._latest_ns
 
 
 class ReadOnlyDisk:

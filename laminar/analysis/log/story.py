@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from laminar.analysis.facts.trajectory_history import EventClock
 from laminar.analysis.log.display import display_fields
+from laminar.analysis.log.event_clock import EventClock
 from laminar.analysis.log.process_logs import LogLine, log_lines
 from laminar.analysis.log.run_log import parse_command, parse_event, read_records
 from laminar.config import ConfigError

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from laminar.analysis.facts.collector import FactCollector
 from laminar.analysis.facts.reader import load_facts
-from laminar.analysis.log.run_log import WallClock, replay_log
+from laminar.analysis.log.event_clock import WallClock
+from laminar.analysis.log.run_log import replay_log
 from laminar.analysis.report.figures import Conditions
 from laminar.core.machine import StateMachine
 from laminar.core.state.state import State

@@ -8,6 +8,7 @@ from laminar.analysis.facts import trajectory_history
 from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.idle_reasons import DOWN, FREE, NO_WEIGHTS, PULLING
 from laminar.analysis.facts.replica_facts import BUSY, ReplicaFacts
+from laminar.analysis.log import event_clock
 from laminar.core.machine import StateMachine
 from laminar.core.state.members import Replica
 from laminar.core.state.state import State
@@ -24,7 +25,7 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
             StateMachine(),
             trajectory_history.HistoryTracker(),
             ReplicaFacts(lambda name, row: None),
-            trajectory_history.EventClock(),
+            event_clock.EventClock(),
         )
         for stamped, _ in world.run().log:
             commands = machine.handle_event(stamped)
@@ -95,7 +96,7 @@ def test_a_replica_that_was_forgotten_is_free() -> None:
     bench = ToldBench(replicas=1, max_staleness=2)
     bench.start()
     bench.replica().running.clear()
-    idleness, clock = ReplicaFacts(lambda name, row: None), trajectory_history.EventClock()
+    idleness, clock = ReplicaFacts(lambda name, row: None), event_clock.EventClock()
     clock.locate_event(bench.log[-1][0])
     idleness.record(Happening(clock, bench.log[-1][0], [], bench.state, []))
     assert states_of(idleness)["rollout-0"] == (FREE, "nothing prevents new work")
@@ -103,13 +104,12 @@ def test_a_replica_that_was_forgotten_is_free() -> None:
 
 def test_moments_count_from_the_first_event() -> None:
     world = random_world(1).run()
-    moments = trajectory_history.EventClock()
+    moments = event_clock.EventClock()
     first, second = (stamped for stamped, _ in world.log[:2])
     begin = moments.locate_event(first)
     assert moments.seconds_since_start(begin) == 0.0
     later = moments.locate_event(second)
     assert moments.seconds_since_start(later) == (second.time_ns - first.time_ns) / 1e9
     assert (
-        moments.format_time(trajectory_history.Moment(7, begin.unix_ns + 1_500_000_000))
-        == "1.500 s (#7)"
+        moments.format_time(event_clock.Moment(7, begin.unix_ns + 1_500_000_000)) == "1.500 s (#7)"
     )

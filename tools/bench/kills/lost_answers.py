@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from laminar.analysis.log.run_log import WallClock, parse_command, parse_event, read_records
+from laminar.analysis.log.event_clock import WallClock
+from laminar.analysis.log.run_log import parse_command, parse_event, read_records
 from laminar.analysis.log.timeline import read_steps
 from laminar.eventlog.record import DecisionRecord, EventRecord
 from laminar.events import commands as cmd
