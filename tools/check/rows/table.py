@@ -15,6 +15,7 @@ from tools.check.rows import (
     simulation,
     strangers,
     untested,
+    wedges,
     wire,
 )
 from tools.check.rows.base import Row
@@ -34,6 +35,7 @@ ROWS: tuple[Row, ...] = tuple(
             *simulation.ROWS,
             *strangers.ROWS,
             *untested.ROWS,
+            *wedges.ROWS,
             *wire.ROWS,
         ),
         key=lambda row: row.number,

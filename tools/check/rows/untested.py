@@ -22,5 +22,4 @@ ROWS = (
     _row(19, "bounded memory", "queues <= limits", "RSS slope < 1 %/h"),
     _row(25, "bad weights are refused before use", "5 of 5", "1,000 flips"),
     _row(28, "upgrade during a run", "none", "10 runs, ledger exact"),
-    _row(30, "stuck processes are detected and named", "4", "12 of 12, 0 false alarms"),
 )
