@@ -242,7 +242,7 @@ class ProgressPanel:
         return f"[cyan]{full * done}[/cyan][bright_black]{empty * (BAR - done)}[/bright_black]  "
 
     def _describe_age(self, status: dict[str, Any]) -> str:
-        """Return how old the status is; empty if that is no sign of trouble."""
+        """Return the age of an old status; empty for a recent one, and for a run that has ended."""
         age_s = 0.0 if status["phase"] == Phase.ENDED else measure_status_age(self._run_dir)
         return f"DATA {_format_span(age_s)} OLD" if age_s >= OLD_S else ""
 
