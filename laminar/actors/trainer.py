@@ -152,7 +152,7 @@ class Trainer:
             self._remove_payloads,
         )
         self.host.spawn(self._run_jobs(self.publisher, self.checkpoints))
-        self.host.spawn(self._report_work())
+        self.host.spawn(_report_work(self.host))
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
         found = await self.checkpoints.find_checkpoints()
         await check_weights(self.host, self.learner, None if found else dtype)
@@ -228,15 +228,6 @@ class Trainer:
                 elif isinstance(command, cmd.RepeatStep):
                     await self._repeat_step(order, command, checkpoints)
             self._waiting_from_ns = self.host.now_ns()
-
-    async def _report_work(self) -> None:
-        """Report at intervals that work has been done; a long step has no other events."""
-        reported = self.host.process.work_count
-        while True:
-            await self.host.sleep_for(self.config.coordinator.stall_timeout_s / REPORTS)
-            if (count := self.host.process.work_count) != reported:
-                reported = count
-                self.host.send_gauge(ev.WorkProgress(count=count))
 
     # --- training -----------------------------------------------------------------------------
 
@@ -374,6 +365,16 @@ class Trainer:
             raise RuntimeError("no slot of the relay became free for the export")
         exported = ev.ModelExported(version=command.version, path=str(directory))
         self.host.emit(exported, event_seq=order.cause, version=command.version)
+
+
+async def _report_work(host: Host) -> None:
+    """Report at intervals that work has been done; a long step has no other events."""
+    reported = host.process.work_count
+    while True:
+        await host.sleep_for(host.config.coordinator.stall_timeout_s / REPORTS)
+        if (count := host.process.work_count) != reported:
+            reported = count
+            host.send_gauge(ev.WorkProgress(count=count))
 
 
 async def check_weights(host: Host, learner: TrainerModel, dtype: str | None) -> None:

@@ -92,7 +92,7 @@ def _format_state(
         yield f"because: {status['failure']}"
     if not (waits := status.get("waits")):
         return
-    now_s = status["seconds"] + age_s
+    now_s = status["seconds"] + (age_s if live else 0.0)
     rows = [["WAITS", "FOR", "FROM", "WHAT", "SINCE", "LEFT", "THEN"]]
     for wait in waits:
         left = "-" if wait["until"] is None else f"{wait['until'] - now_s:.0f} s"

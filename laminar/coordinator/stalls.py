@@ -9,7 +9,7 @@ as a stall: it is limited by a setting of the user, or nothing counts the work. 
 COUNTED is awaited no longer than `coordinator.stall_timeout_s`. A deadline that is set again and
 again excuses nothing: the wait must have begun soon after the last movement.
 
-A coordinator that was paused has seen nothing move, and begins to wait anew after that.
+A coordinator that was paused has seen nothing move: its time begins again after that.
 """
 
 from __future__ import annotations

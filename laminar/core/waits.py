@@ -26,7 +26,7 @@ from laminar.core.versions import broadcast, publishing
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, get_tag
-from laminar.names.ids import GroupId, Purpose, TrajectoryId
+from laminar.names.ids import Purpose, TrajectoryId
 from laminar.names.roles import ROLE_TABLE, Role
 
 COORDINATOR = str(Role.COORDINATOR)
@@ -109,81 +109,63 @@ def _count_items(commands: list[Any]) -> str:
     return _count(sum(len(c.items) for c in commands), "response")
 
 
+def _name_checkpoint(commands: list[Any]) -> str:
+    return f"the checkpoint of step {commands[0].step}"
+
+
 def _name_version(commands: list[Any]) -> str:
     return f"version {commands[0].version}"
 
 
+def _name_restarts(commands: list[Any]) -> str:
+    return f"the restart of {', '.join(c.actor for c in commands)}: {commands[0].reason}"
+
+
+# fmt: off
 _ANSWERS: dict[type[Command], _Answer] = {
     cmd.StopActor: _Answer(ev.ActorLeft, lambda c: "its end", then=lambda c: "it counts as ended"),
     cmd.RestartActor: _Answer(
-        ev.ProcessExited,
-        lambda c: f"the restart of {', '.join(sorted(x.actor for x in c))}: {c[0].reason}",
-        then=lambda c: f"{c.actor} is given up",
-    ),
+        ev.ProcessExited, _name_restarts, then=lambda c: f"{c.actor} is given up"),
     cmd.PublishWeights: _Answer(ev.WeightsPublished, _name_version),
     cmd.TrainStep: _Answer(
-        ev.StepCompleted, lambda c: f"a batch of {_count(len(c[0].trajectories), 'response')}"
-    ),
-    cmd.LoadCheckpoint: _Answer(
-        ev.CheckpointLoaded, lambda c: f"the checkpoint of step {c[0].step}"
-    ),
+        ev.StepCompleted, lambda c: f"a batch of {_count(len(c[0].trajectories), 'response')}"),
+    cmd.LoadCheckpoint: _Answer(ev.CheckpointLoaded, _name_checkpoint),
     cmd.RepeatStep: _Answer(ev.StepRepeated, lambda c: f"step {c[0].step_index + 1}, repeated"),
     cmd.ExportModel: _Answer(ev.ModelExported, lambda c: "the exported model"),
-    cmd.SaveCheckpoint: _Answer(
-        ev.CheckpointSaved, lambda c: f"the checkpoint of step {c[0].step}"
-    ),
+    cmd.SaveCheckpoint: _Answer(ev.CheckpointSaved, _name_checkpoint),
     cmd.ForwardWeights: _Answer(
-        ev.RelayLinked,
-        lambda c: f"the connection to {c[0].successor or 'no relay'}",
-        then=lambda c: f"{c.successor or c.to} is restarted",
-    ),
+        ev.RelayLinked, lambda c: f"the connection to {c[0].successor or 'no relay'}",
+        then=lambda c: f"{c.successor or c.to} is restarted"),
     cmd.PullWeights: _Answer(ev.WeightsLoaded, _name_version),
     cmd.StartSession: _Answer(
-        ev.TurnRequested, lambda c: _count(len(c), "session"), "env.turn_timeout_s"
-    ),
+        ev.TurnRequested, lambda c: _count(len(c), "session"), "env.turn_timeout_s"),
     cmd.ScoreTrajectories: _Answer(
-        ev.TrajectoryRewarded, lambda c: f"the reward of {_count_items(c)}", "reward.timeout_s"
-    ),
+        ev.TrajectoryRewarded, lambda c: f"the reward of {_count_items(c)}", "reward.timeout_s"),
     cmd.ReleaseTrajectories: _Answer(
-        ev.TrajectoriesReleased,
-        _count_items,
-        "repack.release_timeout_ms",
-        lambda c: "they continue from the tokens in the store",
-    ),
+        ev.TrajectoriesReleased, _count_items, "repack.release_timeout_ms",
+        lambda c: "they continue from the tokens in the store"),
     cmd.EndTrajectories: _Answer(
         ev.TrajectoriesEnded,
         lambda c: f"the ends of {_count(sum(len(x.endings) for x in c), 'response')}",
-        "coordinator.disk_full_timeout_s",
-    ),
+        "coordinator.disk_full_timeout_s"),
     cmd.ProposeBatch: _Answer(
-        ev.BatchProposed, lambda c: "a batch", then=lambda c: "the batch is chosen by deadline"
-    ),
+        ev.BatchProposed, lambda c: "a batch", then=lambda c: "the batch is chosen by deadline"),
 }
+# fmt: on
 """What each command waits for; generations are watched by the progress of their replica."""
 
 
 def _describe_orders(state: State, same: list[tuple[int | None, OutstandingCommand]]) -> Wait:
     """Return the wait for commands of one kind to one process; the first deadline counts."""
-    commands = [order.command for _, order in same]
-    oldest, command = min((order for _, order in same), key=lambda o: o.command_id), commands[0]
-    answer = _ANSWERS[type(command)]
-    if answer.then is not None:
-        then = answer.then(command)
-    elif is_owner_restartable(state, command):
-        then = f"{command.to} is restarted"
-    else:
-        then = "the run ends"
-    return Wait(
-        waiter=_name_waiter(state, command),
-        event=get_tag(answer.event),
-        owner=command.to,
-        what=answer.what(commands),
-        since_ns=oldest.since_ns,
-        until_ns=min((due for due, _ in same if due is not None), default=None),
-        then=then,
-        cause=oldest.cause,
-        key=answer.key,
-    )
+    oldest = min((order for _, order in same), key=lambda o: o.command_id)
+    command, answer = oldest.command, _ANSWERS[type(oldest.command)]
+    until_ns = min((due for due, _ in same if due is not None), default=None)
+    restarts = is_owner_restartable(state, command)
+    then = f"{command.to} is restarted" if restarts else "the run ends"
+    then = answer.then(command) if answer.then is not None else then
+    waiter, what = _name_waiter(state, command), answer.what([o.command for _, o in same])
+    names, times = (waiter, get_tag(answer.event), command.to, what), (oldest.since_ns, until_ns)
+    return Wait(*names, *times, then, oldest.cause, answer.key)
 
 
 def _name_waiter(state: State, command: Command) -> str:
@@ -209,21 +191,16 @@ _READY: dict[Role, type[Event]] = {
     Role.AGENT: ev.AgentReady,
 }
 """Events with which a process that has joined is ready."""
+START_KEY = "coordinator.start_timeout_s"
 
 
 def _list_start(state: State, subject: str, due_ns: int) -> Iterator[Wait]:
+    since_ns = due_ns - state.settings.start_timeout_ms * MS
     for role in lifecycle.find_missing_roles(state):
         actor = live_actor(state, role)
-        yield Wait(
-            COORDINATOR,
-            get_tag(_READY[role] if actor is not None else ev.ActorJoined),
-            actor.name if actor is not None else role,
-            "the start of the run",
-            due_ns - state.settings.start_timeout_ms * MS,
-            due_ns,
-            "the run ends",
-            key="coordinator.start_timeout_s",
-        )
+        event = get_tag(_READY[role] if actor is not None else ev.ActorJoined)
+        names = COORDINATOR, event, actor.name if actor is not None else role
+        yield Wait(*names, "the start of the run", since_ns, due_ns, "the run ends", key=START_KEY)
 
 
 def _list_weights(state: State, subject: str, due_ns: int) -> Iterator[Wait]:
@@ -240,73 +217,46 @@ def _list_batch(state: State, subject: str, due_ns: int) -> Iterator[Wait]:
         return
     members = [state.work.trajectories[m] for m in group.members if m in state.work.trajectories]
     late = next((t for t in members if t.status in UNFINISHED), members[0])
-    yield Wait(
-        _name_step(state),
-        get_tag(ev.TrajectoryRewarded),
-        state.work.sessions.get(late.id, "") or late.replica or Role.ROLLOUT,
-        f"group {group.id}, the first that the batch lacks",
-        due_ns - state.settings.batch_timeout_ms * MS,
-        due_ns,
-        "its late responses move to another replica, at the third time they are dropped",
-        key="trainer.batch_timeout_s",
-    )
+    owner = state.work.sessions.get(late.id, "") or late.replica or Role.ROLLOUT
+    names = _name_step(state), get_tag(ev.TrajectoryRewarded), owner
+    what = f"group {group.id}, the first that the batch lacks"
+    since_ns = due_ns - state.settings.batch_timeout_ms * MS
+    then = "its late responses move to another replica, at the third time they are dropped"
+    yield Wait(*names, what, since_ns, due_ns, then, key="trainer.batch_timeout_s")
 
 
 def _list_resume(state: State, subject: str, due_ns: int) -> Iterator[Wait]:
     trajectory = state.work.trajectories[TrajectoryId(subject)]
-    loading = (r for r in state.members.live_replicas() if r.loading)
-    owner = next((r.name for r in loading), str(Role.ROLLOUT))
-    yield Wait(
-        _name_step(state, state.work.groups[trajectory.group].purpose),
-        get_tag(ev.WeightsLoaded),
-        owner,
-        f"a replica with version {trajectory.version} for {trajectory.id}, which lost its own",
-        due_ns - state.settings.resume_timeout_ms * MS,
-        due_ns,
-        "it starts over",
-        key="recovery.resume_timeout_ms",
-    )
+    loading = (r.name for r in state.members.live_replicas() if r.loading)
+    waiter = _name_step(state, state.work.groups[trajectory.group].purpose)
+    names = waiter, get_tag(ev.WeightsLoaded), next(loading, str(Role.ROLLOUT))
+    what = f"a replica with version {trajectory.version} for {trajectory.id}, which lost its own"
+    since_ns, key = due_ns - state.settings.resume_timeout_ms * MS, "recovery.resume_timeout_ms"
+    yield Wait(*names, what, since_ns, due_ns, "it starts over", key=key)
 
 
 def _list_progress(state: State, name: str, due_ns: int) -> Iterator[Wait]:
     """Yield the wait for an engine that starts, or for the next token of one that runs."""
-    replica, settings = state.members.replicas.get(name), state.settings
-    actor = state.members.actors[name]
+    replica, actor = state.members.replicas.get(name), state.members.actors[name]
     then = f"{name} is restarted"
     if replica is None and not actor.ready:
-        since_ns, key = due_ns - settings.engine_start_ms * MS, "rollout.start_timeout_s"
-        yield Wait(
-            COORDINATOR,
-            get_tag(_READY[actor.role]),
-            name,
-            "its start",
-            since_ns,
-            due_ns,
-            then,
-            key=key,
-        )
+        since_ns, event = due_ns - state.settings.engine_start_ms * MS, get_tag(_READY[actor.role])
+        times, key = (since_ns, due_ns), "rollout.start_timeout_s"
+        yield Wait(COORDINATOR, event, name, "its start", *times, then, key=key)
     if replica is None or not replica.running:
         return
     first = state.work.trajectories[next(iter(replica.running))]
-    stall_ns = settings.stall_ms * MS
-    until_ns = due_ns if due_ns - replica.progress_ns >= stall_ns else due_ns + stall_ns
-    pause_ns = state.orders.timers.get(keys.PAUSE)
+    what = f"tokens of {_count(len(replica.running), 'response')} of version {replica.version}"
     order = state.orders.commands.get(keys.generate_key(first.id))
-    yield Wait(
-        "the pause" if pause_ns else _name_step(state, _get_purpose(state, first.group)),
-        get_tag(ev.TrajectoryFinished),
-        name,
-        f"tokens of {_count(len(replica.running), 'response')} of version {replica.version}",
-        replica.progress_ns,
-        pause_ns or until_ns,
-        "the run pauses" if pause_ns else then,
-        order.cause if order is not None else None,
-        "slurm.signal_before_s" if pause_ns else "",
-    )
-
-
-def _get_purpose(state: State, group: GroupId) -> Purpose:
-    return state.work.groups[group].purpose
+    cause, event = order.cause if order is not None else None, get_tag(ev.TrajectoryFinished)
+    if pause_ns := state.orders.timers.get(keys.PAUSE):
+        limit = pause_ns, "the run pauses", cause, "slurm.signal_before_s"
+        yield Wait("the pause", event, name, what, replica.progress_ns, *limit)
+        return
+    stall_ns = state.settings.stall_ms * MS
+    until_ns = due_ns if due_ns - replica.progress_ns >= stall_ns else due_ns + stall_ns
+    waiter = _name_step(state, state.work.groups[first.group].purpose)
+    yield Wait(waiter, event, name, what, replica.progress_ns, until_ns, then, cause)
 
 
 def _list_rejoin(state: State, name: str, due_ns: int) -> Iterator[Wait]:
@@ -314,17 +264,12 @@ def _list_rejoin(state: State, name: str, due_ns: int) -> Iterator[Wait]:
     actor = state.members.actors.get(name)
     role = actor.role if actor is not None else Role(name.partition("-")[0])
     joined = actor is not None and actor.alive
-    event = _READY.get(role, ev.ActorJoined) if joined else ev.ActorJoined
-    yield Wait(
-        COORDINATOR,
-        get_tag(event),
-        name if joined else actor.node if actor is not None else role,
-        f"{name}, which was lost" if actor is not None else name,
-        due_ns - state.settings.start_timeout_ms * MS,
-        due_ns,
-        f"the run {ROLE_TABLE[role].loss}",
-        key="coordinator.start_timeout_s",
-    )
+    event = get_tag(_READY.get(role, ev.ActorJoined) if joined else ev.ActorJoined)
+    owner = name if joined else actor.node if actor is not None else role
+    what = f"{name}, which was lost" if actor is not None else name
+    times = due_ns - state.settings.start_timeout_ms * MS, due_ns
+    then = f"the run {ROLE_TABLE[role].loss}"
+    yield Wait(COORDINATOR, event, owner, what, *times, then, key=START_KEY)
 
 
 def _list_receive(state: State, name: str, due_ns: int) -> Iterator[Wait]:

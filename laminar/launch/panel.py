@@ -19,8 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from laminar.analysis.log.evaluations import format_evaluation
-from laminar.analysis.log.event_clock import WallClock
-from laminar.analysis.log.run_log import parse_event, read_records
+from laminar.analysis.log.run_log import WallClock, parse_event, read_records
 from laminar.config import ConfigError
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.record import EventRecord
@@ -243,7 +242,7 @@ class ProgressPanel:
         return f"[cyan]{full * done}[/cyan][bright_black]{empty * (BAR - done)}[/bright_black]  "
 
     def _describe_age(self, status: dict[str, Any]) -> str:
-        """Return how old the status is; empty while it is new."""
+        """Return the age of an old status; empty for a recent one, and for a run that has ended."""
         age_s = 0.0 if status["phase"] == Phase.ENDED else measure_status_age(self._run_dir)
         return f"DATA {_format_span(age_s)} OLD" if age_s >= OLD_S else ""
 

@@ -131,7 +131,7 @@ def test_old_figures_are_marked_unless_the_run_has_ended(
 
 
 def test_the_log_has_the_status_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that was killed before its last step: the trainer is waited for."""
+    """A run that was killed before its last step, for which the trainer is awaited."""
     log = world_log()
     last = max(i for i, (stamped, _) in enumerate(log) if stamped.peer.startswith("trainer"))
     make_run(tmp_path / "run", log[:last])

@@ -11,6 +11,7 @@ from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Event, Stamped
 from tools.kit.bench import Bench, only, start_bench
+from tools.kit.sim_worlds import calm, ran
 
 SECOND = 1_000_000_000
 STALL_S = 300
@@ -139,6 +140,16 @@ def test_a_coordinator_that_was_paused_has_seen_nothing(pause_s: int) -> None:
     run.bench.now_ms += pause_s * 1000
     assert run.pass_time(STALL_S - 1) == []
     assert len(run.pass_time(2)) == 1
+
+
+def test_a_simulated_run_with_steps_of_twenty_minutes_ends_without_a_stall() -> None:
+    """Real actors in virtual time: the trainer reports its passes by itself."""
+    settings = {"train_s": 1_200.0, "total_training_steps": 2, "save_freq": 1, "num_train": 16}
+    world = ran(calm(**settings, test_freq=0, quiet_s=1e4))
+    counts = world.coverage.counts
+    assert world.scheduler.now > 1_200 * SECOND and counts["event:WorkProgress"] > 4
+    assert not counts.get("event:RunStalled") and world.coordinator.state is not None
+    assert not world.coordinator.state.run.failed
 
 
 def test_trouble_is_no_movement_and_a_stale_report_changes_nothing() -> None:

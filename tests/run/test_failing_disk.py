@@ -38,6 +38,20 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.process
+@pytest.mark.long
+def test_a_run_whose_disk_stays_full_ends_with_the_reason(tmp_path: Path, shim: Path) -> None:
+    run, flag = tmp_path / "run", tmp_path / "flag"
+    environment = {"LD_PRELOAD": shim, "FAILING_DIR": run, "FAILING_FLAG": flag}
+    limit = "coordinator.disk_full_timeout_s=5"
+    train = command("train", f"run.output_dir={tmp_path}", "run.name=run", *SETTINGS, limit)
+    with begun(run, train, **{name: str(value) for name, value in environment.items()}) as process:
+        flag.write_text(str(errno.ENOSPC))
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode not in (0, None), output
+    assert "coordinator.disk_full_timeout_s" in output and "the disk" in output
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO, errno.EACCES])
 def test_a_run_whose_disk_fails_for_seconds_completes(
     tmp_path: Path, shim: Path, number: int

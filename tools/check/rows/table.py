@@ -16,6 +16,7 @@ from tools.check.rows import (
     simulation,
     strangers,
     untested,
+    wedges,
     wire,
 )
 from tools.check.rows.base import Row
@@ -36,6 +37,7 @@ ROWS: tuple[Row, ...] = tuple(
             *simulation.ROWS,
             *strangers.ROWS,
             *untested.ROWS,
+            *wedges.ROWS,
             *wire.ROWS,
         ),
         key=lambda row: row.number,

@@ -16,5 +16,4 @@ def _row(number: int, promise: str, pr: str, release: str) -> Row:
 ROWS = (
     _row(2, "fault schedules at 1,024 GPUs", "5 seeds, 0 violations", "500 seeds, 0 violations"),
     _row(28, "upgrade during a run", "none", "10 runs, ledger exact"),
-    _row(30, "stuck processes are detected and named", "4", "12 of 12, 0 false alarms"),
 )
