@@ -57,6 +57,7 @@ FALL_ERRORS = 3.0  #: standard errors of the difference of two evaluations
 DEAD_EXPERTS = "actor/router_load/dead"
 MISMATCH, ENTROPY, REWARD = "mismatch_kl/mean", "actor/entropy", "reward/mean"
 KL, RATE, ROUNDING = "actor/kl_loss", "actor/lr", 1e-6
+KL_NOISE = 3e-7  #: ten times the rounding of an estimate of one token, nats
 Figures = dict[str, float]
 
 
@@ -259,9 +260,7 @@ class WarningMonitor:
             )
 
     def _check_published(self) -> Iterator[tuple[str, str]]:
-        """Compare the versions before the last, whose steps are all known, since nothing else can.
-
-        A replica loads no bytes that it has, and so does not probe them."""
+        """Compare two versions whose steps are known; a replica probes no bytes that it has."""
         (former, digest), (version, same) = [*self._published, (0, ""), (0, "")][:2]
         if digest == same and any(former < v <= version for v in self._changed):
             yield (
@@ -289,7 +288,8 @@ class WarningMonitor:
         """Check the sign of the KL to the reference, and that it is not 0 once weights moved."""
         before, now = [{}, *self._recent][-2:]
         losses = [figures.get(KL, nan) for figures in (before, now)]
-        if max(losses) < -ROUNDING:
+        tokens = now.get("perf/total_num_tokens", 1.0)  # summed with loss_agg_mode token-sum
+        if all(loss < -KL_NOISE * tokens**0.5 for loss in losses):
             yield (
                 "kl-negative",
                 f"the KL to the reference model ({KL}) is {losses[1]:.3g}, but both estimators are "

@@ -238,6 +238,7 @@ def test_a_rate_that_rises_again(state: State, rates: list[float], kinds: list[s
         (0.0, [0.0, 0.0, 0.0], []),  # nothing was trained
         (0.1, [0.0, 0.0], ["kl-zero"]),
         (0.1, [-0.0, -1e-3, 1e-3, -1e-3], []),
+        (0.1, [1e-3, -1e-5, -1e-5], []),  # the rounding of a sum over 10,000 tokens
         (0.1, [1e-3, -1e-3, -2e-3], ["kl-negative"]),
     ],
 )
@@ -246,7 +247,8 @@ def test_kl_to_the_reference(
 ) -> None:
     seen = Seen(state)
     for loss in losses:
-        seen.steps(1, **{"actor/kl_loss": loss, "mismatch/moved": moved})
+        figures = {"actor/kl_loss": loss, "perf/total_num_tokens": 1e4}
+        seen.steps(1, **figures, **{"mismatch/moved": moved})
     assert [event.kind for event in seen.events] == kinds
 
 

@@ -12,9 +12,8 @@ continue  from the tokens in the store, which lacks up to the last half second
 laminar   the same in Laminar, with its real parts in the simulator
 
 Prompts, lengths, engines, training times and fault times of a seed are equal, and each step has a
-checkpoint. The first four are a model without the core: a fault ends all processes, which sample
-again DOWN_S later. For the staleness bound a prompt of which a response begins again counts as new,
-in favour of the second and third.
+checkpoint. The first four are a model, whose processes sample again DOWN_S after a fault, and whose
+staleness bound takes a prompt as new if a response of it begins again.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from collections.abc import Iterator
 from heapq import heappop
 from statistics import fmean, stdev
 
-from laminar.core.state.state import State
 from laminar.engines.emulated.timing import EngineTiming, ResponseLengths
-from laminar.events import events as ev
-from laminar.events.base import Command, Stamped
 from laminar.events.reasons import DropReason, EndKind
 from laminar.names import ids
 from tools.bench.repack.in_flight import PUBLISHED, TRAINED, Batch, InFlight
@@ -48,8 +44,6 @@ SETUP = Setup(
     load_s=0.1,
 )  # fmt: skip
 FAULT = -4  #: kind of scheduled event, next to those of InFlight
-
-
 Seen = dict[str, float]  #: measures of one run
 
 
@@ -177,21 +171,16 @@ def run_laminar(seed: int, steps: int, every_s: float) -> Seen:
         "trainer.max_ckpt_to_keep": 0, "emulation.median_response": LENGTHS.median,
         "emulation.train_s": SETUP.train_s, "store.payload_gb": 0.0,
     }  # fmt: skip
-    again, faults, completed = 0, fault_times(seed, every_s), list[ev.StepCompleted]()
-
-    def count_steps(stamped: Stamped, commands: list[Command], state: State) -> None:
-        completed.extend([stamped.event] if isinstance(stamped.event, ev.StepCompleted) else [])
-
-    with make_world(choices, seed, count_steps) as world:
+    again, faults = 0, fault_times(seed, every_s)
+    with make_world(choices, seed) as world:
         world.begin()
         fault = next(faults)
-        while len(completed) < steps:
+        while (state := world.coordinator.state) is None or state.steps.completed < steps:
             world.scheduler.step()
             if world.scheduler.now >= fault:
                 again, fault = again + count_unsaved(world), next(faults)
                 world.begin_again()
-        state, seconds = world.coordinator.state, world.scheduler.now / SECOND
-        assert state is not None
+        seconds = world.scheduler.now / SECOND
         ended = [(row.end, row.num_tokens) for row in world.rows.values() if row.end]
     again += state.work.ledger.tokens.dropped.get(DropReason.RESTARTED, 0)
     trained = [tokens for end, tokens in ended if end == EndKind.TRAINED]

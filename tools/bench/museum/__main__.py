@@ -14,12 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from laminar.coordinator.system import RealDisk
-from laminar.eventlog.reader import read_log
-from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
-from laminar.events.codec import decode_event
 from laminar.names import exit_codes
+from tools.bench.kills.lost_answers import read_log
 from tools.bench.museum.cases import CASES, CLEAN, SMALL, Case
 from tools.bench.museum.faults import FAULTS, write_hook
 from tools.kit.real_run import ROOT, BadRun, Run, read_json
@@ -93,8 +90,7 @@ def watch_run(run: Run, since: int) -> list[ev.TrainingWarning]:
 
 
 def read_warnings(run: Run) -> list[ev.TrainingWarning]:
-    records = (record for _, record in read_log(RealDisk(run.run_dir / "events")))
-    events = (decode_event(r.event) for r in records if isinstance(r, EventRecord))
+    events = [told.event for told in read_log(run.run_dir).events]
     return [event for event in events if isinstance(event, ev.TrainingWarning)]
 
 

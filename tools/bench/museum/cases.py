@@ -79,7 +79,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     CHECK
     return share(data_source, solution_str, ground_truth)
 """
-RAISES = CHECKED.replace("CHECK", "assert ground_truth[-1] not in 'scp', 'no such word'")
+RAISES = CHECKED.replace("CHECK", "assert ground_truth[-1] not in 'sc', 'no such word'")
 SKIPS = CHECKED.replace("CHECK", "if len(ground_truth) > 8:\n        return None")
 
 
