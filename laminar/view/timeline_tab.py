@@ -69,7 +69,9 @@ class TimelineTab:
             pn.pane.Bokeh(self._figure, sizing_mode="stretch_both"),
             sizing_mode="stretch_both",
         )
-        side = pn.Column(self._button, self._story, width=400, height=780, scroll=True)
+        side = pn.Column(
+            self._button, self._story, width=400, sizing_mode="stretch_height", scroll=True
+        )
         self.view = pn.Row(picture, side, sizing_mode="stretch_both")
         self._draw()
 
