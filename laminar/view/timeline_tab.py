@@ -221,7 +221,7 @@ def _render_legend(timeline: Timeline, is_cells: bool) -> str:
         for name in map(escape, timeline.states)
     ]
     hues = "".join(f"<i style='background:{hue}'></i>" for hue in VERSION_HUES)
-    parts.append(f"<span class='key versions'>{hues} weight versions, in turn</span>")
+    parts.append(f"<span class='key'>{hues} weight versions, in turn</span>")
     if is_cells:
         parts.append("<span class='key faint'>cells show means; click to zoom in</span>")
     return f"<div class='legend'>{''.join(parts)}</div>"
