@@ -32,7 +32,7 @@ resolve() { # NAME LINES-TO-LEAVE-OUT EXTRA...
   echo "resolved $lock: $(grep -c == "$lock") packages"
 }
 
-resolve cpu '^(#|cuda-|nvidia-|triton)' agents lora wandb &
+resolve cpu '^(#|cuda-|nvidia-|triton)' agents lora view wandb &
 cpu=$! code=0
 resolve cuda '^#' all || code=1
 wait $cpu || code=1

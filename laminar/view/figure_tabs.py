@@ -103,7 +103,7 @@ def _render_runs(runs: Sequence[RunData]) -> str:
 
 
 def _render_health(runs: Sequence[RunData]) -> str:
-    processes = overview_data.list_processes(runs[0].table)
+    processes = overview_data.list_processes(runs[0].table, runs[0].state)
     parts = ["<h3>Processes</h3>", render_table(processes[:PROCESSES_SHOWN])]
     if (more := len(processes) - PROCESSES_SHOWN) > 0:
         parts.append(f"<p class='faint'>and {more:,} more</p>")

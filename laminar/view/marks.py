@@ -53,4 +53,5 @@ def tell_story(run_dir: Path, subject: str) -> list[str]:
         lines = list(islice(read_story(run_dir, subject), STORY_LINES + 1))
     except ConfigError as error:
         return [str(error)]
-    return lines[:STORY_LINES] + (["..."] if len(lines) > STORY_LINES else [])
+    lines[STORY_LINES:] = ["..."] * (len(lines) > STORY_LINES)
+    return [" ".join(line.split()) for line in lines]

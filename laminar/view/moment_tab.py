@@ -48,10 +48,9 @@ class MomentTab:
         self.view = pn.Column(
             pn.Row(self._slider, self._number, *buttons, **wide),
             self._head,
+            pn.Column(self._decided, max_height=230, scroll=True, **wide),
             "### Who waits for whom",
             self._waits,
-            "### Decided then",
-            self._decided,
             "### Replicas",
             self._replicas,
             **wide,

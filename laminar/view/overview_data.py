@@ -85,18 +85,19 @@ def list_problems(tables: Tables, state: State) -> list[str]:
     return found + [f"step {row['step']}: {row['text']}" for row in tables("warnings").to_pylist()]
 
 
-def list_processes(tables: Tables) -> list[dict[str, Any]]:
+def list_processes(tables: Tables, state: State) -> list[dict[str, Any]]:
     """Return a row per process: its machine and pid, how often it was restarted, and why."""
     found: dict[str, dict[str, Any]] = {}
     for row in sorted(tables("processes").to_pylist(), key=lambda row: row["joined"] or 0.0):
-        name, lives = row["process"], row["ended"] is None
+        name = row["process"]
+        lives = row["ended"] is None and state.run.phase != Phase.ENDED
         before = found.get(name, {"restarts": -1, "last lost because": None})
         found[name] = {
             "process": name,
             "machine": row["node"] or "-",
             "pid": str(row["pid"] or "-"),
             "state": "live" if lives else "ended",
-            "since": f"{(row['joined'] if lives else row['ended']) or 0.0:,.1f} s",
+            "since": f"{(row['ended'] or row['joined']) or 0.0:,.1f} s",
             "restarts": before["restarts"] + 1,
             "last lost because": row["reason"] or before["last lost because"],
         }

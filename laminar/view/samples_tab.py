@@ -1,7 +1,7 @@
 """Samples: what the model wrote, to search and sort.
 
 Reads   RUN/store.sqlite, only when asked
-Gives   SamplesTab; render_sample, which escapes the model's text
+Gives   SamplesTab; choose_samples; render_sample, which escapes the model's text
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from laminar.analysis.report.samples import Sample, SampleFilter, find_samples
 from laminar.config import ConfigError
 from laminar.run.directory import run_config
 from laminar.tasks.data.decoding import make_decoder
-from laminar.view.html import format_cell
 from laminar.view.run_data import RunData
 
 SHOWN = 20
@@ -32,28 +31,21 @@ class SamplesTab:
     def __init__(self, run: RunData) -> None:
         self._run = run
         self._decode: Callable[[list[int]], str] | None = None
-        self._loaded = False
-        self._kind = pn.widgets.Select(name="of", options=list(KINDS), width=130)
-        self._value = pn.widgets.TextInput(name="number or id", width=130)
-        self._search = pn.widgets.TextInput(
-            name="text in prompt or response", width=260, placeholder="ignores case"
-        )
-        self._order = pn.widgets.Select(name="order", options=list(ORDERS), width=150)
-        self._list = pn.pane.HTML("", sizing_mode="stretch_width")
-        button = pn.widgets.Button(name="Show", align="end", button_type="primary")
-        button.on_click(lambda _: self._start())
-        for widget in (self._kind, self._value, self._search, self._order):
+        choose, write = pn.widgets.Select, pn.widgets.TextInput
+        self._form = [
+            choose(name="of", options=list(KINDS), width=130),
+            write(name="number or id", width=130),
+            write(name="text in prompt or response", width=260),
+            choose(name="order", options=list(ORDERS), width=150),
+        ]
+        for widget in self._form:
             widget.param.watch(lambda _: self._start(), "value")
-        self.view = pn.Column(
-            pn.Row(self._kind, self._value, self._search, self._order, button),
-            self._list,
-            sizing_mode="stretch_width",
-        )
+        self._list = pn.pane.HTML("", sizing_mode="stretch_width")
+        self.view = pn.Column(pn.Row(*self._form), self._list, sizing_mode="stretch_width")
 
     def refresh(self) -> None:
         """Load the first samples; later ones come when the form changes."""
-        if not self._loaded:
-            self._loaded = True
+        if not self._list.object:
             self._start()
 
     def _start(self) -> None:
@@ -62,16 +54,12 @@ class SamplesTab:
 
     async def _load(self) -> None:
         try:
-            choice = choose_samples(
-                self._kind.value, self._value.value.strip(), self._search.value, self._order.value
-            )
+            choice = choose_samples(*(widget.value.strip() for widget in self._form))
             samples = await asyncio.to_thread(self._find, choice)
+            shown = "".join(map(render_sample, samples))
         except ConfigError as error:
-            self._list.object = f"<p class='trouble'>{escape(str(error))}</p>"
-            return
-        self._list.object = "".join(map(render_sample, samples)) or (
-            "<p class='faint'>No sample matches.</p>"
-        )
+            shown = f"<p class='trouble'>{escape(str(error))}</p>"
+        self._list.object = shown or "<p class='faint'>No sample matches.</p>"
 
     def _find(self, choice: SampleFilter) -> list[Sample]:
         if self._decode is None:
@@ -95,28 +83,22 @@ def choose_samples(kind: str, value: str, search: str, order: str) -> SampleFilt
 
 def render_sample(sample: Sample) -> str:
     """Return a sample as HTML; all that the model or the data wrote is escaped."""
-    fields = sample.to_dict()
+    row = sample.row
+    use = f"step {sample.step}" if sample.step else row.end or row.status
+    if sample.evaluation is not None:
+        use = f"evaluation after {sample.evaluation} steps"
     reward = "-" if sample.reward is None else f"{sample.reward:.4g}"
-    use = (
-        f"step {fields['step']}"
-        if fields["step"]
-        else f"evaluation after {fields['evaluation']} steps"
-        if fields["evaluation"] is not None
-        else fields["status"]
-    )
-    extras = "".join(f", {name} {format_cell(value)}" for name, value in sample.extras.items())
-    cut = f", truncated ({fields['truncated_by']})" if sample.truncated else ""
-    head = (
-        f"<b>{escape(fields['id'])}</b> <span class='faint'>{escape(str(use))}</span> reward "
-        f"<b>{reward}</b>{escape(extras)}, {fields['length']:,} tokens{escape(cut)}, by "
-        f"{escape(sample.sampled_by)} on {escape(sample.sampled_on)}"
-    )
-    failed = fields["reason"] not in (None, "", "ok")
-    trouble = f"<div class='trouble'>{escape(str(fields['reason']))}</div>" if failed else ""
+    extras = "".join(f", {name} {value}" for name, value in sample.extras.items())
+    cut = f", truncated ({sample.truncated_by})" if sample.truncated else ""
+    failed = f", reward failed: {row.reward_reason}" if row.reward_reason not in ("", "ok") else ""
+    rest = f"{extras}{failed}, {row.num_tokens:,} tokens{cut}"
+    origin = f"by {sample.sampled_by} on {sample.sampled_on}"
     parts = [("prompt", sample.prompt), ("response", sample.response)]
-    if sample.answer not in (None, ""):
-        parts.append(("correct answer", str(sample.answer)))
+    parts += [] if sample.answer in (None, "") else [("correct answer", str(sample.answer))]
     body = "".join(
         f"<div class='faint'>{name}</div><pre>{escape(text)}</pre>" for name, text in parts
     )
-    return f"<div class='sample'>{head}{trouble}{body}</div>"
+    return (
+        f"<div class='sample'><b>{escape(row.id)}</b> <span class='faint'>{escape(use)}</span> "
+        f"reward <b>{reward}</b>{escape(rest)}, {escape(origin)}{body}</div>"
+    )

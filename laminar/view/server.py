@@ -1,6 +1,5 @@
 """Server of `laminar view`: the page of some runs on a port of 127.0.0.1.
 
-Reads   run directories
 Writes  nothing; listens on 127.0.0.1
 Gives   PageServer
 Raises  ConfigError for a port in use

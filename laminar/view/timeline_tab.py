@@ -69,7 +69,9 @@ class TimelineTab:
             pn.pane.Bokeh(self._figure, sizing_mode="stretch_both"),
             sizing_mode="stretch_both",
         )
-        side = pn.Column(self._button, self._story, width=400, height=780, scroll=True)
+        side = pn.Column(
+            self._button, self._story, width=400, sizing_mode="stretch_height", scroll=True
+        )
         self.view = pn.Row(picture, side, sizing_mode="stretch_both")
         self._draw()
 
@@ -219,7 +221,7 @@ def _render_legend(timeline: Timeline, is_cells: bool) -> str:
         for name in map(escape, timeline.states)
     ]
     hues = "".join(f"<i style='background:{hue}'></i>" for hue in VERSION_HUES)
-    parts.append(f"<span class='key versions'>{hues} weight versions, in turn</span>")
+    parts.append(f"<span class='key'>{hues} weight versions, in turn</span>")
     if is_cells:
         parts.append("<span class='key faint'>cells show means; click to zoom in</span>")
     return f"<div class='legend'>{''.join(parts)}</div>"

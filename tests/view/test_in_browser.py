@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt install chromium)"),
 ]
 TABS = ("Timeline", "Time slider", "Overview", "Samples", "Health")
-WAIT_MS = 240_000
+WAIT_MS = 120_000
 #: what each tab shows once it has its data
 CONTENT = ("weight versions", "outstanding commands", "steps in", "tokens, by version",
            "Processes")  # fmt: skip

@@ -16,7 +16,9 @@ from tools.kit.run_directory import make_run, world_log
 def write_run(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     make_run(run, world_log())
-    (run / "config.toml").write_text(dump_config(load_config([{"data.dataset": "gcd"}])))
+    (run / "config.toml").write_text(
+        dump_config(load_config([{"model.name": "m", "data.dataset": "gcd"}]))
+    )
     return run
 
 
