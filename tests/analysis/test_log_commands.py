@@ -293,7 +293,7 @@ def refusals(cli: Cli, path: Path, new: Path) -> list[str]:
     said = [cli("log", command, path, *options) for command, *options in COMMANDS]
     said += [cli("log", "story", "0.1", path), cli("audit", path), cli("report", path)]
     said += [cli("log", "why", "0.1.0", path), cli("log", "trace", path, "-o", new / "t.json")]
-    said += [cli("log", "sql", path), cli("log", "sql", path, "select 1 as n", "-o", new / "t")]
+    said += [cli("log", "sql", path, "select 1 as n", "-o", new / "t")]
     assert not any(new.iterdir())
     for code, message in said:
         assert code == 2, message
