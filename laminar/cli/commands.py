@@ -44,8 +44,13 @@ COMMANDS = {  # by module of laminar.cli, in the order of `laminar --help`
 }
 
 
-RENAMED = {"watch": ("status", "--follow")}
-"""Former commands, with their present words."""
+RENAMED = {
+    "watch": "status --follow",
+    "log tail": "log dump -n 20",
+    "log stats": "log dump --stats",
+    "log export": 'log sql RUN "select ..." --format parquet -o FILE',
+}
+"""Former commands, with their present words; those with RUN take other words."""
 
 
 class LazyCommand(CommandParser):
@@ -73,13 +78,21 @@ def build_parser() -> CommandParser:
     return made
 
 
+def _check_renamed(given: Sequence[str]) -> None:
+    """Raise ConfigError for a former command, with the present one to copy."""
+    for count in (1, 2):
+        old = " ".join(given[:count])
+        if now := RENAMED.get(old):
+            rest = () if "RUN" in now else given[count:]
+            raise ConfigError(f"laminar {old} is now {' '.join([shell_command(), now, *rest])}")
+
+
 def run_command(words: Sequence[str] | None = None) -> int:
     """Run one command, from its words to its exit code."""
 
     def command() -> int:
         given = sys.argv[1:] if words is None else words
-        if given and (now := RENAMED.get(given[0])):
-            raise ConfigError(f"laminar {given[0]} is now {shell_command(*now, *given[1:])}")
+        _check_renamed(given)
         arguments = build_parser().parse_args(given)
         code: int = arguments.function(arguments)
         return code

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar.cli import audit, log, samples
+from laminar.cli import audit, log, report, samples
 from laminar.config import ConfigError
 from tools.kit.run_directory import make_run, world_log
 
@@ -33,7 +33,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run `laminar ARGUMENTS`; returns the exit code and what was printed."""
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers(required=True)
-    for module in (log, audit, samples):
+    for module in (log, audit, report, samples):
         module.add_parser(subparsers)
 
     def run(*arguments: object) -> tuple[int, str]:

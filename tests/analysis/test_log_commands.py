@@ -75,7 +75,7 @@ def test_replay_names_the_first_difference_with_both_sides(tmp_path: Path, cli: 
     assert sorted(parts) == sorted(["- seed=77)", f"+ seed={seed})"])
 
 
-# --- dump, tail, stats --------------------------------------------------------------------------
+# --- dump ----------------------------------------------------------------------------------------
 
 
 def test_dump_has_one_line_per_record(made: Path, cli: Cli) -> None:
@@ -122,9 +122,9 @@ def test_raw_dump_reads_another_schema(made: Path, copy: Path, cli: Cli) -> None
     assert "written by another release of Laminar (schema 99, logic version 7;" in message
 
 
-def test_tail_shows_the_last_records(made: Path, cli: Cli) -> None:
+def test_dump_shows_the_last_records(made: Path, cli: Cli) -> None:
     _, whole = cli("log", "dump", made)
-    code, out = cli("log", "tail", made, "-n", 3)
+    code, out = cli("log", "dump", made, "-n", 3)
     assert code == 0
     assert out.splitlines() == whole.splitlines()[-3:]
 
@@ -133,7 +133,7 @@ def test_stats_count_by_type(copy: Path, cli: Cli) -> None:
     log = world_log()
     with log_file(copy).open("ab") as file:
         file.write(b"torn")
-    code, out = cli("log", "stats", copy)
+    code, out = cli("log", "dump", "--stats", copy)
     assert code == 0
     size = log_file(copy).stat().st_size
     assert f"{size} bytes in 1 segments, torn tail 4 bytes" in out
@@ -281,7 +281,7 @@ def test_logs_that_cannot_be_read_are_named(copy: Path, cli: Cli) -> None:
 
 # --- what is no run, or no log ------------------------------------------------------------------
 
-COMMANDS = [("replay",), ("dump",), ("dump", "--raw"), ("tail",), ("stats",)]
+COMMANDS = [("replay",), ("dump",), ("dump", "--raw"), ("dump", "-n", 3), ("dump", "--stats")]
 
 
 def refusals(cli: Cli, path: Path, new: Path) -> list[str]:
@@ -293,7 +293,7 @@ def refusals(cli: Cli, path: Path, new: Path) -> list[str]:
     said = [cli("log", command, path, *options) for command, *options in COMMANDS]
     said += [cli("log", "story", "0.1", path), cli("audit", path), cli("report", path)]
     said += [cli("log", "why", "0.1.0", path), cli("log", "trace", path, "-o", new / "t.json")]
-    said += [cli("log", "export", path, "--parquet", new)]
+    said += [cli("log", "sql", path, "select 1 as n", "-o", new / "t")]
     assert not any(new.iterdir())
     for code, message in said:
         assert code == 2, message
@@ -327,7 +327,7 @@ def test_a_log_without_events_is_refused_by_what_needs_a_state(tmp_path: Path, c
         code, message = cli(*arguments, tmp_path / "run")
         assert code == 2
         assert "no events yet" in message
-    assert cli("log", "stats", tmp_path / "run")[0] == 0
+    assert cli("log", "dump", "--stats", tmp_path / "run")[0] == 0
 
 
 def test_a_torn_tail_is_no_damage(copy: Path, cli: Cli) -> None:
@@ -355,8 +355,8 @@ def test_a_message_of_another_release_is_refused_by_name(
     assert tail.end is not None
     with log_file(copy).open("ab") as file:
         file.write(encode_frame(order if decision else event, tail.end.crc)[0])
-    for command in ("dump", "stats", "tail"):
-        code, message = cli("log", command, copy)
+    for options in ((), ("--stats",), ("-n", 3)):
+        code, message = cli("log", "dump", copy, *options)
         assert code == 2
         assert ("decision of event 3" if decision else "event 4") in message
         assert "--raw" in message

@@ -81,7 +81,7 @@ def test_a_checkpoint_says_what_it_is(emulated: Finished) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["audit", "report", "samples", "log replay", "log stats", "log why rollout-0"]
+    "command", ["audit", "report", "samples", "log replay", "log dump --stats", "log why rollout-0"]
 )
 def test_every_output_says_that_it_is_emulated(
     emulated: Finished, command: str, capsys: pytest.CaptureFixture[str]

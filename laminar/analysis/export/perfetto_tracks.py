@@ -115,8 +115,10 @@ class Trace:
         place = {"pid": pid, "tid": tid}
         if (pid, tid) not in self._threads:
             label = f"{span.kind} {lane}" if lane > 1 else span.kind
-            names = [("thread_name", place, {"name": label})]
-            names += [("thread_sort_index", place, {"sort_index": tid})]
+            names: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+                ("thread_name", place, {"name": label}),
+                ("thread_sort_index", place, {"sort_index": tid}),
+            ]
             if (pid, 0) not in self._threads:
                 names += [("process_name", {"pid": pid}, {"name": process})]
                 names += [("process_sort_index", {"pid": pid}, {"sort_index": self._rank(process)})]

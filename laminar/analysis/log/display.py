@@ -4,7 +4,7 @@ Reads   an event or a command
 Gives   display_fields: its fields as plain values; step_number
 
 Internally, a step is the index of its batch, from 0, and a score is its bits, so that no decision
-depends on a float. `laminar log dump --raw` and the tables of `laminar log export` show events as
+depends on a float. `laminar log dump --raw` and the tables of `laminar log sql` show events as
 they are stored.
 """
 

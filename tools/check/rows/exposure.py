@@ -37,7 +37,7 @@ SMALL = (
     "data.val_size=0",
     "trainer.total_training_steps=2000",  # stopped after the inspection
 )
-COMMANDS = (("report",), ("samples",), ("log", "tail"), ("audit",))
+COMMANDS = (("report",), ("samples",), ("log", "dump", "-n", "20"), ("audit",))
 """Commands that show a run to people; the first one writes report.html."""
 KEYS = ("curve-server", "curve-client", "bulk")
 """Uses of the keys that are derived from the secret and grant access."""
