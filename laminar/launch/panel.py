@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from laminar.analysis.log.evaluations import format_evaluation
-from laminar.analysis.log.run_log import WallClock, parse_event, read_records
+from laminar.analysis.log.event_clock import WallClock
+from laminar.analysis.log.run_log import parse_event, read_records
 from laminar.config import ConfigError
 from laminar.core.state.statuses import Phase
 from laminar.eventlog.record import EventRecord

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from itertools import groupby, pairwise, zip_longest
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,8 @@ def _draw_placements(facts: Facts, trace: Trace) -> None:
     ends = {row["trajectory"]: row for row in facts.rows("trajectories")}
     for name, found in stays.items():
         found.sort(key=lambda stay: stay[1].begin)
-        for (row, before), (_, after) in pairwise([*found, (found[-1][0], None)]):
+        following: list[Span | None] = [*(span for _, span in found[1:]), None]
+        for (row, before), after in zip(found, following, strict=True):
             if row["left_how"] in ("lost", "released"):
                 _draw_move(trace, row, before, after, ends.get(name, {}))
 
@@ -195,12 +196,9 @@ def _draw_orders(facts: Facts, trace: Trace, reports: Reports) -> list[Span]:
     work = []
     for kind, report in WORK.items():
         orders = facts.rows("decisions", type=kind)
-        for row, following in zip_longest(orders, orders[1:], fillvalue={}):
-            fields, begin, receiver = (
-                json.loads(row["fields"]),
-                _get_time(row, "time"),
-                row["receiver"],
-            )
+        for row, following in zip(orders, [*orders[1:], Row()], strict=True):
+            fields, receiver = json.loads(row["fields"]), row["receiver"]
+            begin = _get_time(row, "time")
             version, name = fields["version"], f"{kind.partition('-')[0]} v{fields['version']}"
             if kind == "train-step":
                 name = f"step {step_number(fields['step'])}"
