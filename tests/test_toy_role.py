@@ -74,7 +74,7 @@ def test_a_role_is_an_entry_of_a_table(tmp_path: Path) -> None:
                         os.kill(pid, signal.SIGKILL)
         assert (train.returncode, len(warnings)) == (0, 2), warnings
         assert re.search(r"^toy-0 .*\ntoy-1 ", listed, re.MULTILINE), listed
-        story = call("log", "story", "toy-1", str(run))
+        story = call("log", "story", str(run), "toy-1")
         assert "process-exited" in story and "-9" in story, story
         for check in (["audit"], ["log", "replay"], ["log", "trace"]):
             call(*check, str(run))

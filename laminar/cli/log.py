@@ -28,6 +28,7 @@ from laminar.eventlog.record import DecisionRecord, EventRecord, SegmentHeader
 from laminar.eventlog.replay import Difference, Replay
 from laminar.events.base import get_tag
 from laminar.launch.emulated_note import list_notes
+from laminar.run.command_line import shell_command
 
 TRACE_FILE = "trace.json"
 FORMATS = ("table", "csv", "json", "parquet")
@@ -93,9 +94,9 @@ def _add_command(
 ) -> argparse.ArgumentParser:
     """Add a command about a run, or about the given kinds of subject in it."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     if subject:
         parser.add_argument("id", metavar="ID", help=subject)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.set_defaults(function=function)
     return parser
 
@@ -181,7 +182,15 @@ def _raw_lines(run: Path) -> Iterator[str]:
         yield json.dumps(line, default=repr)
 
 
+def _check_order(arguments: argparse.Namespace, name: str) -> None:
+    """Raise ConfigError if ID comes before RUN, as it formerly did."""
+    run, subject = arguments.run, arguments.id
+    if Path(subject).is_dir() and not run.is_dir():
+        raise ConfigError(f"RUN comes before ID: {shell_command('log', name, subject, run)}")
+
+
 def run_story(arguments: argparse.Namespace) -> int:
+    _check_order(arguments, "story")
     _note_run(arguments.run)
     if arguments.logs:
         _note_cut("logs", cut_logs(arguments.run))
@@ -190,6 +199,7 @@ def run_story(arguments: argparse.Namespace) -> int:
 
 
 def run_why(arguments: argparse.Namespace) -> int:
+    _check_order(arguments, "why")
     from laminar.analysis.facts.reader import load_facts
     from laminar.analysis.why.why import explain_subject
 

@@ -169,7 +169,7 @@ def test_every_mention_is_in_the_story(made: Path, cli: Cli) -> None:
     messages += [(s.seq, c) for s, cs in world_log() for c in cs]
     for name in ("0.1.2", "e1.3.0"):
         naming = [seq for seq, message in messages if f'"{name}"' in json_of(message)]
-        _, out = cli("log", "story", name, made)
+        _, out = cli("log", "story", made, name)
         assert Counter(int(line.split()[0]) for line in out.splitlines()) == Counter(naming)
 
 
@@ -178,15 +178,15 @@ def json_of(message: msgspec.Struct) -> str:
 
 
 def test_stories_of_a_group_an_actor_and_a_version(made: Path, cli: Cli) -> None:
-    _, group = cli("log", "story", "0.1", made)
+    _, group = cli("log", "story", made, "0.1")
     for sibling in range(4):
         assert f"trajectory=0.1.{sibling} " in group
     assert "0.10." not in group
-    _, actor = cli("log", "story", "trainer-0", made)
+    _, actor = cli("log", "story", made, "trainer-0")
     assert actor.count("-> trainer-0") == actor.count("train-step") + 2 + 1 + 1
     assert "trainer-ready" in actor
-    _, version = cli("log", "story", "v2", made)
-    assert version == cli("log", "story", "2", made)[1]
+    _, version = cli("log", "story", made, "v2")
+    assert version == cli("log", "story", made, "2")[1]
     assert "weights-published version=2" in version
     assert "version=1 " not in version
 
@@ -201,7 +201,7 @@ def test_a_name_that_nothing_has_is_refused(made: Path, cli: Cli) -> None:
     with pytest.raises(ConfigError, match="is not an id"):
         Subject.parse("0.17.3.4")
     for name in ("9.9.9", "rollout-7", "v99", "?"):
-        code, message = cli("log", "story", name, made)
+        code, message = cli("log", "story", made, name)
         assert code == 2
         assert name in message
 
@@ -254,7 +254,7 @@ def test_stories_are_those_of_the_page(copy: Path, cli: Cli) -> None:
     with_logs(copy)
     page = []
     for words in (["0.1.2"], ["0.1.2", "--logs"], ["v2"]):
-        code, out = cli("log", "story", words[0], copy, *words[1:])
+        code, out = cli("log", "story", copy, words[0], *words[1:])
         assert code == 0
         page += [f"$ story {' '.join(words)}", out]
     check("story", "\n".join(page))
@@ -265,7 +265,7 @@ def test_all_lines_of_an_actor_are_in_its_story_but_damaged_ones(copy: Path, cli
     replica = with_logs(copy)
     with (copy / "logs" / "attempt_1" / f"{replica}.jsonl").open("ab") as file:
         file.write(b'{"event": "cut-sh{"a": 1}\n[]\n7\n{"timestamp": 5}\n\xff\n')
-    code, out = cli("log", "story", replica, copy, "--logs")
+    code, out = cli("log", "story", copy, replica, "--logs")
     assert code == 0
     assert out.count(" | ") == 6
     assert "error: too-late" in out
@@ -274,7 +274,7 @@ def test_all_lines_of_an_actor_are_in_its_story_but_damaged_ones(copy: Path, cli
 def test_logs_that_cannot_be_read_are_named(copy: Path, cli: Cli) -> None:
     path = copy / "logs" / "attempt_1" / "store-0.jsonl"
     path.mkdir(parents=True)
-    code, message = cli("log", "story", "0.1.2", copy, "--logs")
+    code, message = cli("log", "story", copy, "0.1.2", "--logs")
     assert code == 2
     assert message.startswith(f"{path} cannot be read")
 
@@ -291,8 +291,8 @@ def refusals(cli: Cli, path: Path, new: Path) -> list[str]:
     """
     new.mkdir(exist_ok=True)
     said = [cli("log", command, path, *options) for command, *options in COMMANDS]
-    said += [cli("log", "story", "0.1", path), cli("audit", path), cli("report", path)]
-    said += [cli("log", "why", "0.1.0", path), cli("log", "trace", path, "-o", new / "t.json")]
+    said += [cli("log", "story", path, "0.1"), cli("audit", path), cli("report", path)]
+    said += [cli("log", "why", path, "0.1.0"), cli("log", "trace", path, "-o", new / "t.json")]
     said += [cli("log", "sql", path, "select 1 as n", "-o", new / "t")]
     assert not any(new.iterdir())
     for code, message in said:

@@ -102,7 +102,7 @@ def test_what_is_left_of_a_log_can_be_read(short: tuple[Path, LoggedRun], cli: C
     assert times == [record.time_ns for record in events]
     for options in ((), ("-n", 3), ("--stats",)):
         assert cli("log", "dump", run_dir, *options)[0] == 0
-    assert cli("log", "story", "store-0", run_dir)[0] == 0
+    assert cli("log", "story", run_dir, "store-0")[0] == 0
 
 
 def test_readers_say_that_the_beginning_is_gone(

@@ -63,9 +63,9 @@ def test_a_part_that_is_not_of_what_was_loaded_there_then_is_found(
 
 
 def test_every_reader_shows_the_change(flown: Path, name: str, cli: Cli) -> None:
-    _, why = cli("log", "why", name, flown)
+    _, why = cli("log", "why", flown, name)
     assert "It continued with v" in why and "loaded in flight" in why
-    _, story = cli("log", "story", name, flown)
+    _, story = cli("log", "story", flown, name)
     assert "purpose=in-flight" in story and "weights-loaded" in story
     _, shown = cli("samples", "--id", name, flown, "--jsonl")
     (sample,) = map(json.loads, shown.splitlines())

@@ -100,6 +100,7 @@ def test_what_is_a_string_is_taken_as_it_was_typed(name: str) -> None:
         ("log dump runs/x -n 0", ["-n", "0"]),
         ("log dump runs/x --stats --raw", ["--raw", "--stats"]),
         ("log tail runs/x", ["log tail is now", "log dump -n 20 runs/x"]),
+        ("log why step-1 configs", ["RUN comes before ID", "log why configs step-1"]),
         ("log stats runs/x", ["log dump --stats runs/x"]),
         ("log export runs/x --parquet t", ["log sql RUN", "--format parquet -o FILE"]),
         ("log replay runs/x --unt 3", ["--unt"]),

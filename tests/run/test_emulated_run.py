@@ -81,13 +81,15 @@ def test_a_checkpoint_says_what_it_is(emulated: Finished) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["audit", "report", "samples", "log replay", "log dump --stats", "log why rollout-0"]
+    "command",
+    ["audit", "report", "samples", "log replay", "log dump --stats", "log why RUN rollout-0"],
 )
 def test_every_output_says_that_it_is_emulated(
     emulated: Finished, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "this run is emulated" in emulated.output
-    assert run_command([*command.split(), str(emulated.directory)]) == 0
+    line = command if "RUN" in command else f"{command} RUN"
+    assert run_command(line.replace("RUN", str(emulated.directory)).split()) == 0
     said = capsys.readouterr()
     assert "this run is emulated" in said.out + said.err
 

@@ -529,13 +529,13 @@ def test_ids_that_nothing_has(answer: Ask) -> None:
 
 
 def test_of_the_command_line(made: Path, cli: Cli) -> None:
-    code, out = cli("log", "why", "step-1", made)
+    code, out = cli("log", "why", made, "step-1")
     assert code == 0
     assert out.startswith("Step 1 ")
-    code, out = cli("log", "why", "rollout-0", made, "--at", "#100")
+    code, out = cli("log", "why", made, "rollout-0", "--at", "#100")
     assert code == 0
     assert "rollout-0" in out
-    code, message = cli("log", "why", "rollout-9", made)
+    code, message = cli("log", "why", made, "rollout-9")
     assert (code, "\n" in message) == (2, False)
 
 
