@@ -16,6 +16,13 @@ from tools.kit.real_run import Run, read_json
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1200)]
 
 STALL_S = 20
+CALCULATOR = [
+    "trainer.test_freq=0",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=4",
+    "data.val_size=16",
+    "data.dataset_size=2000",
+]
 HANGING = """
     import contextlib, signal, time
     from pathlib import Path
@@ -40,6 +47,14 @@ def test_each_process_that_stands_still_is_named_and_the_run_continues(tmp_path:
     found: list[str] = []
     watch_wedges(tmp_path / "run", WEDGES["release"], found.append)
     assert len(found) == len(WEDGES["release"])
+
+
+def test_a_host_of_agents_that_stands_still_is_named(tmp_path: Path) -> None:
+    settings = [*CALCULATOR, "trainer.total_training_steps=1000"]
+    config = "configs/recipes/calculator/run.toml"
+    found: list[str] = []
+    watch_wedges(tmp_path / "run", ["agent-0"], found.append, config=config, settings=settings)
+    assert found
 
 
 class Hanging:

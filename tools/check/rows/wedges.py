@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,12 @@ SETTINGS = (
 )
 DEADLINES_S = {
     "rollout-0": 5.0, "relay-0": 5.0, "store-0": NODE_LEASE_S, "trainer-0": NODE_LEASE_S,
-    "coordinator": 30.0,
+    "coordinator": 30.0, "agent-0": 5.0,
 }  # fmt: skip
-WEDGES: dict[Gate, tuple[str, ...]] = {"pr": tuple(DEADLINES_S)[:4], "release": tuple(DEADLINES_S)}
+WEDGES: dict[Gate, tuple[str, ...]] = {
+    "pr": tuple(DEADLINES_S)[:4],
+    "release": tuple(DEADLINES_S)[:5],
+}
 MARGIN_S = 10.0  #: for a machine that is busy with other work
 
 
@@ -95,9 +98,16 @@ def was_named(run_dir: Path, name: str) -> bool:
     return name in {*lost, *stalled}
 
 
-def watch_wedges(run_dir: Path, names: Iterable[str], note: Callable[[str], None]) -> None:
+def watch_wedges(
+    run_dir: Path,
+    names: Iterable[str],
+    note: Callable[[str], None],
+    *,
+    config: str = CONFIG,
+    settings: Sequence[str] = SETTINGS,
+) -> None:
     """Stop one process after the other in one run; BadRun."""
-    run = Run(run_dir, CONFIG, SETTINGS)
+    run = Run(run_dir, config, settings)
     try:
         run.until_step(2)
         for name in names:
