@@ -2,17 +2,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help quickstart wheel release docs test smoke test-all test-slurm test-vllm test-families test-agents test-notebook resolve lock lint format setup clean
+.PHONY: help quickstart wheel release docs test smoke test-all test-slurm test-vllm test-families test-agents test-browser test-notebook resolve lock lint format setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   set up, then train the small model and show that it learned (two minutes)"
 	@echo "make smoke        set up, then run a one-minute smoke test"
 	@echo "make test         set up, then run all tests except the long ones (four minutes)"
-	@echo "make test-all     run the other tests, 80 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure museum slurm vllm families notebook\""
+	@echo "make test-all     run the other tests, 80 minutes; choose with PARTS=\"coverage seeds planted long power-cuts exposure museum slurm vllm families notebook browser\""
 	@echo "make test-slurm   start a Slurm of virtual nodes here, then run the tests that need it"
 	@echo "make test-vllm    set up vLLM for CPU in .venv-vllm, then run the tests that need it"
 	@echo "make test-agents  set up the libraries of agents in .venv-agents, then try the examples of docs/agents.md"
+	@echo "make test-browser   open the pages of laminar view in Chromium (apt install chromium)"
 	@echo "make test-notebook  run docs/quickstart.ipynb in a new environment with the wheel"
 	@echo "make wheel        build dist/laminar_rl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make release      the wheel, with a run of it, and the command that uploads it"
@@ -81,7 +82,11 @@ test-agents: $(AGENT_VENVS:=/.installed)
 	@for venv in $(AGENT_VENVS); do \
 	$$venv/bin/python -m pytest -m "long or not long" tests/tasks/test_agent_files.py || exit; done
 
-$(AGENT_VENVS:=/.installed): .venv-%/.installed: .venv/.installed requirements/%.txt
+# The page of laminar view in headless Chromium; skipped, with the reason, where that is not installed.
+test-browser: .venv-browser/.installed
+	.venv-browser/bin/python -m pytest -m "long or not long" tests/view/test_in_browser.py
+
+$(AGENT_VENVS:=/.installed) .venv-browser/.installed: .venv-%/.installed: .venv/.installed requirements/%.txt
 	@echo "Setting up .venv-$* (a minute the first time) ..."
 	@$(PYTHON) -m venv .venv-$*
 	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/$*.txt || \
@@ -166,4 +171,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm $(AGENT_VENVS) .venv-docs .venv-release build dist *.egg-info
+	rm -rf .venv .venv-vllm $(AGENT_VENVS) .venv-browser .venv-docs .venv-release build dist *.egg-info

@@ -38,7 +38,7 @@ class FigureTab:
         self._runs, self._list_curves, self._render_text = runs, list_curves, render_text
         self._revisions: list[int] = []
         self._sources: list[list[ColumnDataSource]] = []
-        self._charts = [self._make_chart(curve.title) for curve in list_curves(runs[0].table)]
+        self._charts: list[Any] = []  #: made when they are first shown
         self._text = pn.pane.HTML("", sizing_mode="stretch_width")
         self._grid = pn.GridBox(ncols=2, sizing_mode="stretch_width")
         parts = [self._text, self._grid] if text_first else [self._grid, self._text]
@@ -52,7 +52,9 @@ class FigureTab:
         self._revisions = revisions
         self._text.object = self._render_text(self._runs)
         for place, run in enumerate(self._runs):
-            for curve, sources in zip(self._list_curves(run.table), self._sources, strict=True):
+            curves = self._list_curves(run.table)
+            self._charts = self._charts or [self._make_chart(curve.title) for curve in curves]
+            for curve, sources in zip(curves, self._sources, strict=True):
                 x, y = zip(*curve.points, strict=True) if curve.points else ((), ())
                 sources[place].data = {"x": list(x), "y": list(y)}
         shown = [any(len(s.data["x"]) for s in sources) for sources in self._sources]

@@ -146,7 +146,8 @@ def _read_cache_use(tables: Tables) -> Points:
 def _list_completed(tables: Tables) -> list[tuple[int, float, int]]:
     """Return (step, time, tokens) of every completed step, in order."""
     rows = tables("steps").select(["step", "completed", "tokens"]).to_pylist()
-    return sorted(tuple(row.values()) for row in rows if row["completed"] is not None)
+    done = (row for row in rows if row["completed"] is not None)
+    return sorted((row["step"], row["completed"], row["tokens"] or 0) for row in done)
 
 
 def _compute_rates(tables: Tables) -> Points:
