@@ -21,10 +21,11 @@ from laminar.engines.protocol import GenerateRequest, ReplicaEngine, TokenDelta,
 from laminar.names.ids import hash64
 from laminar.storage.rules import Source, TokenSpan
 from laminar.training.learner import Learner, StepResult
-from laminar.training.model.policy import LoadedPolicy, named_weights
+from laminar.training.model.policy import LoadedPolicy
 from laminar.training.steps import TrainSample
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.tensors import write_tensors
+from tools.kit.one_process import named_weights
 
 GROUPS, SIBLINGS, TOKENS = 4, 8, 24
 WAIT_S = 60.0

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from laminar.config import ConfigError
 from laminar.net.addresses import interface_of, own_ip
 from laminar.run.directory import run_config
-from laminar.training.ranks import RankLayout, Rendezvous, join_rank_group
-from laminar.training.threaded import device_of
+from laminar.training.ranks import RankLayout, Rendezvous, device_of, join_rank_group
 
 RING_S = 60.0  #: longest wait for the other rank
 RING_BYTES, ROUNDS = 64 << 20, 4

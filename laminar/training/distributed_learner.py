@@ -1,14 +1,15 @@
-"""A trainer of several ranks: each has a learner, with its rows of the model.
+"""The learner of a trainer over its ranks: each has its rows of the model, a single one the whole.
 
 Reads   the model's directory, by slices; samples, one step at a time
 Writes  rows of slots and of files; directories of models, below the run's directory
-Gives   RankedLearner, RankedFiles: interfaces of the trainer actor on rank 0, equal to those of
-        ThreadedLearner and ThreadedFiles; RankWorker, the work of every rank
-Raises  what they raise, and RankError
+Gives   RankedLearner, RankedFiles: interfaces of the trainer actor (actors/trainer.py,
+        actors/model_files.py) on rank 0; RankWorker, the work of every rank; NoOtherRanks
+Raises  ConfigError, CheckpointError, OSError from the disk; RankError
 
-Rank 0 carries out every order itself and has the others do so at the same time: each pass needs
-them all. An order has the whole batch, as it came from the store. A trainer of one rank whose state
-is in host memory (trainer.offload) works the same way, without other ranks.
+Rank 0 carries out every order itself, in a thread, and has the others do so at the same time: each
+pass needs them all. An order has the whole batch, as it came from the store. A trainer of one
+process works the same way, without other ranks; its model is divided by nothing, unless its state
+is in host memory (trainer.offload).
 """
 
 from __future__ import annotations
@@ -35,14 +36,33 @@ from laminar.training.checkpoints import checkpoint, export, file_digests
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
 from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.checkpoints.file_digests import MODEL_FILE, OPTIMIZER_FILE
-from laminar.training.learner import Learner, load_learner, replace_weights, run_measured_step
+from laminar.training.learner import (
+    Learner,
+    load_learner,
+    no_point,
+    replace_weights,
+    run_measured_step,
+)
 from laminar.training.model import lora
 from laminar.training.model.fsdp import load_sharded, load_sharded_critic
 from laminar.training.model.lora_targets import ADAPTER_FILE
-from laminar.training.model.policy import get_base_rows, iter_weight_rows, weight_forms
+from laminar.training.model.policy import (
+    get_base_rows,
+    iter_weight_rows,
+    load_critic,
+    load_policy,
+    weight_forms,
+)
 from laminar.training.model.weight_files import compare_published
 from laminar.training.node_rows import bring_rows
-from laminar.training.ranks import RankLayout, Ranks, Rendezvous, join_rank_group
+from laminar.training.ranks import (
+    SINGLE_RANK,
+    RankLayout,
+    Ranks,
+    Rendezvous,
+    device_of,
+    join_rank_group,
+)
 from laminar.training.shared_safetensors import (
     Rows,
     TensorLayouts,
@@ -52,7 +72,6 @@ from laminar.training.shared_safetensors import (
     write_rows,
 )
 from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
-from laminar.training.threaded import CopyBuffers, device_of
 from laminar.training.trainer_state import LearnerFacts, ResumeState
 
 Result = TypeVar("Result")
@@ -141,6 +160,15 @@ RankOrder = (
 )
 
 
+RANK_POINTS: dict[type[_RankOrder], str] = {
+    LoadOrder: "rank-load",
+    TrainOrder: "rank-step",
+    PutWeightsOrder: "rank-fill",
+    WriteFilesOrder: "rank-write",
+}
+"""Failpoints of a rank other than the first, by the order that it is about to carry out."""
+
+
 def row_of(sample: TrainSample) -> WireSample:
     return WireSample(**{name: getattr(sample, name) for name in WireSample.__struct_fields__})
 
@@ -183,6 +211,23 @@ class RankGroup(Protocol):
         """End the ranks."""
 
 
+class NoOtherRanks:
+    """The other ranks of a trainer of one process: none."""
+
+    size = 1
+
+    async def start(self) -> None:
+        """Do nothing: there is none to start."""
+
+    async def run_on_all_ranks(
+        self, body: bytes, own: Awaitable[Result]
+    ) -> tuple[Result, list[bytes]]:
+        return await own, []
+
+    async def close(self) -> None:
+        """Do nothing: there is none to end."""
+
+
 class FilePlan(NamedTuple):
     """The tensors of a file, and this rank's rows of them."""
 
@@ -204,15 +249,16 @@ class RankWorker:
         self,
         config: Config,
         rank: int,
-        meeting: Callable[[], Rendezvous],
+        meeting: Callable[[], Rendezvous] | None,
         tokenizer_size: Callable[[], int],
         put: PutRows,
-        reached: Callable[[str], None] = Learner.reached,
+        reached: Callable[[str], None] = no_point,
     ) -> None:
         """Set up without loading.
 
-        `meeting`: opens the rendezvous of all ranks. `tokenizer_size`: one more than the largest
-        id, read from the model's directory. `reached`: failpoints (run/fail_points.py)."""
+        `meeting`: opens the rendezvous of all ranks; None: the model is not divided.
+        `tokenizer_size`: one more than the largest id, read from the model's directory. `reached`:
+        failpoints (run/fail_points.py)."""
         self._config, self._rank, self._meeting = config, rank, meeting
         self._tokenizer_size, self._put, self._reached = tokenizer_size, put, reached
         self._device = device_of(config.trainer.device)
@@ -220,10 +266,13 @@ class RankWorker:
             self._device = torch.device("cuda", rank % config.trainer.ranks)
         self._kept: dict[str, CopyBuffers] = defaultdict(CopyBuffers)
         self._copied: dict[str, dict[str, Rows]] = {}  #: by destination file
+        self._published: torch.dtype | None = None  #: type of a version; known once loaded
 
     async def handle_order(self, order: bytes) -> bytes:
         """Carry out an order of rank 0, which has the result; reply with digests of files."""
         decoded = _decoder.decode(order)
+        if (point := RANK_POINTS.get(type(decoded))) is not None:
+            self._reached(point)
         result = await asyncio.to_thread(self.execute_order, decoded)
         return _encoder.encode(result) if isinstance(decoded, WriteFilesOrder) else b""
 
@@ -232,22 +281,18 @@ class RankWorker:
             torch.cuda.set_device(self._device)  # a setting of each thread
         match order:
             case LoadOrder():
-                self._reached("rank-load")
                 return self._load()
             case CheckOrder(dtype):
                 return self._compare_published(dtype) if self._has_rows else 0
             case TrainOrder(batch, step):
-                self._reached("rank-step")
                 return run_measured_step(self.learner, [sample_of(row) for row in batch], step)
             case ScoreOrder(sequences):
                 return self.learner.compute_logprobs(sequences)
             case CopyOrder():
                 return self._copy() if self._has_rows else None
             case PutWeightsOrder(target, copied):
-                self._reached("rank-fill")
                 return self._put_rows(target, copied) if self._has_rows else None
             case WriteFilesOrder(directory, copied):
-                self._reached("rank-write")
                 return self._write_files(Path(directory), copied) if self._has_rows else {}
             case RestoreOrder(directory):
                 return checkpoint.restore_checkpoint(Path(directory), self.learner)
@@ -268,7 +313,7 @@ class RankWorker:
         if copied:
             return {name: FilePlan.from_rows(rows) for name, rows in self._copied.items()}
         model = self.learner.policy.model
-        weights = FilePlan(weight_forms(model), get_base_rows(model), self._iter_weight_rows())
+        weights = FilePlan(weight_forms(model), get_base_rows(model), self.iter_weight_rows())
         found = {MODEL_FILE: weights}
         if self.learner.policy.base:
             found[ADAPTER_FILE] = FilePlan.from_rows(dict(iter_rows(lora.file_tensors(model))))
@@ -276,7 +321,7 @@ class RankWorker:
 
     def _compare_published(self, dtype: str | None) -> int:
         name, model = self._config.model.name, self.learner.policy.model
-        return compare_published(name, model, self._iter_weight_rows(), dtype)
+        return compare_published(name, model, self.iter_weight_rows(), dtype)
 
     def _put_rows(self, target: bytes, copied: bool) -> None:
         """Put this rank's rows into a target on the first node, from the others by way of it."""
@@ -305,29 +350,33 @@ class RankWorker:
             raise failed
         return spans
 
-    def _iter_weight_rows(self) -> FoundRows:
+    def iter_weight_rows(self) -> FoundRows:
+        """Yield this rank's rows of the present weights, without copies."""
         return iter_weight_rows(self.learner.policy.model)
 
     def _load(self) -> ModelLayout:
         config = self._config
         torch.set_num_threads(config.trainer.threads)
         transformers.utils.logging.disable_progress_bar()
-        options: dict[str, Any] = {
-            "ranks": self._join_rank_group(),
-            "device": self._device,
-            "tokenizer_size": self._tokenizer_size(),
-            "offload": config.trainer.offload == "all",
-        }
-        self._load_policy: Callable[..., Any] = partial(load_sharded, **options)
-        critic = partial(load_sharded_critic, **options)
-        self.learner = load_learner(config, self._load_policy, critic, options["ranks"])
+        ranks, self._load_policy, critic = self._make_loaders()
+        self.learner = load_learner(config, self._load_policy, critic, ranks)
         self.learner.reached = self._reached
         policy, dtype = self.learner.policy, config.weights.dtype
         layout = policy.describe_layout(weight_forms(policy.model), self.learner.compute)
         self._published = getattr(torch, layout.engine_dtype if dtype == "auto" else dtype)
         return layout
 
+    def _make_loaders(self) -> tuple[Ranks, Callable[..., Any], Callable[..., Any]]:
+        """Return this rank in the group, and the functions that load a policy and a critic."""
+        options: dict[str, Any] = {"device": self._device, "tokenizer_size": self._tokenizer_size()}
+        if self._meeting is None:
+            return SINGLE_RANK, partial(load_policy, **options), partial(load_critic, **options)
+        ranks = self._join_rank_group()
+        options |= {"ranks": ranks, "offload": self._config.trainer.offload == "all"}
+        return ranks, partial(load_sharded, **options), partial(load_sharded_critic, **options)
+
     def _join_rank_group(self) -> Ranks:
+        assert self._meeting is not None
         layout = RankLayout.from_config(self._config)
         timeout_s = self._config.trainer.collective_timeout_s
         return join_rank_group(self._meeting(), self._rank, layout, self._device, timeout_s)
@@ -346,11 +395,34 @@ class RankWorker:
         self._copied = {name: _copy_rows(self._kept[name], each) for name, each in found.items()}
 
 
+class CopyBuffers:
+    """Copies in host memory, one for each tensor name, which the next copy overwrites.
+
+    Allocating memory each time costs more than the copy: the system clears every page at its first
+    touch. The trainer stands still during a copy, so it reuses pages that exist.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Copy the tensor as it is now; the copy is valid until the next one of this name."""
+        return self._get_buffer(name, tensor).copy_(tensor)
+
+    def _get_buffer(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._kept[name] = kept
+        return kept
+
+
 def _copy_rows(kept: CopyBuffers, present: FoundRows) -> dict[str, Rows]:
     """Copy this rank's rows; only one of the tensors needs to exist at a time."""
     found = {}
     for name, rows in present:
-        found[name] = rows._replace(data=kept.copy([(name, rows.data)])[name])
+        found[name] = rows._replace(data=kept.copy(name, rows.data))
     return shared_safetensors.sort_rows(found)
 
 
@@ -367,7 +439,8 @@ class _AllRanks:
     async def collect(self, order: RankOrder) -> tuple[Any, list[bytes]]:
         """Carry out an order on all ranks; return the result of rank 0, and all replies."""
         own = asyncio.to_thread(self.worker.execute_order, order)
-        return await self.gang.run_on_all_ranks(_encoder.encode(order), own)
+        body = _encoder.encode(order) if self.gang.size > 1 else b""
+        return await self.gang.run_on_all_ranks(body, own)
 
 
 class RankedLearner:
@@ -375,7 +448,7 @@ class RankedLearner:
 
     def __init__(self, worker: RankWorker, gang: RankGroup) -> None:
         """Set up; `worker`: of rank 0. `gang`: the others, not yet started."""
-        self._worker, self._gang = worker, gang
+        self.worker, self._gang = worker, gang
         self._all = _AllRanks(worker, gang)
 
     async def load(self) -> ModelLayout:
@@ -408,7 +481,7 @@ class RankedLearner:
         await self._all(ReloadOrder(os.fspath(directory)))
 
     def collect_facts(self) -> LearnerFacts:
-        return self._worker.learner.collect_facts()
+        return self.worker.learner.collect_facts()
 
     async def close(self) -> None:
         await self._gang.close()

@@ -169,6 +169,13 @@ class Ranks:
 SINGLE_RANK = Ranks()
 
 
+def device_of(name: str) -> torch.device:
+    """Return the device of trainer.device; auto is a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
 def assign_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Return each rank's sequences, ascending; longest first, to the rank with fewest tokens."""
     found: list[list[int]] = [[] for _ in range(size)]

@@ -17,13 +17,14 @@ from laminar.names import ids
 from laminar.run.directory import RESUME_FILE
 from laminar.training import trainer_state
 from laminar.training.checkpoints import export
+from laminar.training.checkpoints.file_digests import MODEL_FILE
 from laminar.training.learner import Learner
-from laminar.training.model.policy import load_policy, named_weights
-from laminar.training.threaded import ThreadedFiles
+from laminar.training.model.policy import load_policy
 from laminar.weights.version import checkpoint
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.tensors import tensor_view
 from tests.actors.parts import PROBE, FakeHost, until
+from tools.kit.one_process import make_files, named_weights
 
 MINUTE_NS = 60 * 10**9
 MODEL = str(Path(__file__).parents[2] / "configs" / "models" / "spell-0.6m")
@@ -43,7 +44,7 @@ class Trainer:
         learner = Learner(self.host.config, policy)
         shapes = [(name, tuple(t.shape)) for name, t in named_weights(self.model)]
         specs = mf.make_layout(shapes, "bfloat16")
-        self.files = ThreadedFiles(lambda: learner, MODEL, checkpoint.build_tensor_manifest)
+        self.files = make_files(learner, MODEL)
         self.covered: list[int] = []
         self.writer = CheckpointWriter(
             self.host,  # type: ignore[arg-type]
@@ -96,10 +97,11 @@ async def test_each_copy_is_made_in_the_memory_of_the_one_before(tmp_path: Path)
     places = []
     for value in (1.0, 2.0):
         trainer.change(value)
-        copied = await trainer.files.copy()
+        await trainer.files.copy()
         trainer.change(99.0)
-        assert {float(tensor.max()) for tensor in copied.weights.values()} == {value}
-        places.append({name: tensor.data_ptr() for name, tensor in copied.weights.items()})
+        copied = trainer.files._worker.plan_files(copied=True)[MODEL_FILE].held
+        assert {float(rows.data.max()) for rows in copied.values()} == {value}
+        places.append({name: rows.data.data_ptr() for name, rows in copied.items()})
     assert places[0] == places[1]
 
 
@@ -168,13 +170,13 @@ def left(run_dir: Path) -> list[str]:
 @pytest.fixture
 def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """No model is written before this is set."""
-    may, write_model = threading.Event(), export.write_model
+    may, write_all_but_weights = threading.Event(), export.write_all_but_weights
 
-    def slowly(*args: object) -> object:
+    def slowly(*args: object) -> None:
         assert may.wait(30)
-        return write_model(*args)  # type: ignore[arg-type]
+        write_all_but_weights(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(export, "write_model", slowly)
+    monkeypatch.setattr(export, "write_all_but_weights", slowly)
     return may
 
 
@@ -300,14 +302,14 @@ async def test_one_that_is_ordered_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = [OSError(28, "No space left on device")]
-    write_model = export.write_model
+    write_all_but_weights = export.write_all_but_weights
 
-    def once_full(*args: object) -> object:
+    def once_full(*args: object) -> None:
         if errors:
             raise errors.pop()
-        return write_model(*args)  # type: ignore[arg-type]
+        write_all_but_weights(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(export, "write_model", once_full)
+    monkeypatch.setattr(export, "write_all_but_weights", once_full)
     trainer = Trainer(tmp_path, "trainer.save_freq=9")
     await trainer.step(1)
     await trainer.writer.save(1, 1, 1)

@@ -23,7 +23,7 @@ from laminar.names import ids
 from laminar.names.ids import TrajectoryId
 from laminar.run.directory import RESUME_FILE, TRAINER_BOOK_FILE, VERSION_FILE
 from laminar.storage import messages as m
-from laminar.training import threaded, trainer_state
+from laminar.training import distributed_learner, trainer_state
 from laminar.training.checkpoints import checkpoint
 from laminar.training.trainer_state import CheckpointError
 from laminar.weights.version import manifest as mf
@@ -105,16 +105,17 @@ async def test_a_new_run_compares_values_with_the_files_before_it_is_ready(
         await processes.start("trainer-0")
     assert compared(logged) == ["values in float32"]
     await processes.kill()
-    usual = threaded.named_weights
-    other = lambda model: ((f"x.{name}", tensor) for name, tensor in usual(model))  # noqa: E731
-    monkeypatch.setattr(threaded, "named_weights", other)
+    usual = distributed_learner.iter_weight_rows
+    other = lambda model: ((f"x.{name}", rows) for name, rows in usual(model))  # noqa: E731
+    monkeypatch.setattr(distributed_learner, "iter_weight_rows", other)
     with pytest.raises(ConfigError, match=r"x\.model\.\S+ is not in the files"):
         await processes.start("trainer-0")
     assert not processes.hosts[-1].all(ev.TrainerReady)
 
 
 def weights(trainer: Any) -> list[bytes]:
-    return [tensor.numpy().tobytes() for _, tensor in trainer.learner.iter_weights()]
+    found = trainer.learner.worker.iter_weight_rows()
+    return [rows.data.numpy().tobytes() for _, rows in found]
 
 
 async def test_one_that_was_killed_goes_on_from_its_checkpoint(

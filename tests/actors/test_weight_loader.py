@@ -32,6 +32,7 @@ from laminar.weights.version.hashes import build_manifest
 from laminar.weights.version.tensors import write_tensors
 from tests.actors.parts import PROBE, SPECS, FakeHost, Writer, tensor, until
 from tests.actors.test_relay import Machine
+from tools.kit.one_process import build_tensor_manifest
 
 
 class FakeEngine:
@@ -180,7 +181,7 @@ def write_checkpoint(run_dir: Path, version: int, path: str = "checkpoints/step_
     directory = run_dir / path
     directory.mkdir(parents=True)
     weights = {"w": tensor(version)}
-    manifest = checkpoint.build_tensor_manifest(
+    manifest = build_tensor_manifest(
         version=version, step=version, specs=SPECS, tensors=weights.items(), probe=PROBE
     )
     save_file(weights, directory / checkpoint.MODEL_FILE)

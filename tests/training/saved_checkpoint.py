@@ -8,14 +8,14 @@ from laminar.actors.model_files import save_model
 from laminar.run.directory import RESUME_FILE
 from laminar.training import trainer_state
 from laminar.training.learner import Learner
-from laminar.training.threaded import ThreadedFiles
 from laminar.training.trainer_state import ResumeState
+from tools.kit.one_process import make_files
 
 
 async def saved(learner: Learner, source: Path, directory: Path) -> Path:
     """The directory, with the learner's model, optimizer and trainer.json; `source`: of the model
     that it began with."""
-    files = ThreadedFiles(lambda: learner, str(source), None)  # type: ignore[arg-type]
+    files = make_files(learner, str(source))  # type: ignore[arg-type]
     facts = learner.collect_facts()
     found = ResumeState(version=2, step=2, before="", batches=(("0.0.0",),), learner=facts)
     await save_model(

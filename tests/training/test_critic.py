@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, Qwen2ForTokenClassification
 
+from laminar.actors.model_files import save_model
 from laminar.config import ConfigError
 from laminar.config.algorithm import LossAggMode
 from laminar.training import critic
 from laminar.training.algorithms import advantages
 from laminar.training.algorithms.advantages import Estimator
 from laminar.training.checkpoints import checkpoint
-from laminar.training.checkpoints.export import write_model
 from laminar.training.critic import Critic
 from laminar.training.learner import Learner
 from laminar.training.model.policy import (
@@ -29,13 +29,12 @@ from laminar.training.model.policy import (
     build_critic,
     load_critic,
     load_policy,
-    named_weights,
 )
 from laminar.training.steps import CRITIC_WARMUP, TrainSample
-from laminar.training.threaded import ThreadedLearner
 from laminar.training.trainer_state import CheckpointError
 from tests.training.plain_terms import plain_value_loss
 from tests.training.saved_checkpoint import saved
+from tools.kit.one_process import OneLearner, make_files, named_weights
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -405,8 +404,7 @@ async def test_what_is_published_and_exported_has_nothing_of_it(
     names = {name for name, _ in named_weights(trained.learner.policy.model)}
     assert not any("score" in name for name in names)
     exported = tmp_path / "export"
-    exported.mkdir()
-    write_model(trained.learner.policy.model, str(trained.source), exported)
+    await save_model(make_files(trained.learner, trained.source), exported)
     assert not (exported / "critic").exists()
     load_policy(str(exported), "cpu", tokenizer_size=48)
     load_policy(str(directory), "cpu", tokenizer_size=48)
@@ -414,12 +412,12 @@ async def test_what_is_published_and_exported_has_nothing_of_it(
 
 def test_engines_are_given_the_policy_and_nothing_else(run: Callable[..., Run]) -> None:
     trained = run()
-    learner = ThreadedLearner(trained.config, lambda: 48)
+    learner = OneLearner(trained.config, 48)
     layout = asyncio.run(learner.load())
     asyncio.run(learner.train_step(trained.samples(), 0))
     expected = dict(named_weights(learner.learner.policy.model))
     assert dict(layout.shapes) == {name: tuple(t.shape) for name, t in expected.items()}
-    given = dict(learner.iter_weights())
+    given = learner.get_weights()
     assert given.keys() == expected.keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in expected.items())
 

@@ -23,17 +23,16 @@ from laminar.training.checkpoints.file_digests import (
 from laminar.training.distributed_learner import WireSample, row_of, sample_of
 from laminar.training.learner import Learner
 from laminar.training.model.lora_targets import ADAPTER_FILE
-from laminar.training.model.policy import load_critic, load_policy, named_weights
+from laminar.training.model.policy import load_critic, load_policy
 from laminar.training.ranks import RankLayout
 from laminar.training.steps import TrainSample
-from laminar.training.threaded import ThreadedFiles
 from laminar.training.trainer_state import CheckpointError, ResumeState, encode
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.checkpoint import build_tensor_manifest
 from laminar.weights.version.hashes import build_manifest
 from laminar.weights.version.tensors import write_tensors
 from tools.kit import rank_cases
 from tools.kit.extras import needs_peft
+from tools.kit.one_process import build_tensor_manifest, make_files, named_weights
 from tools.kit.rank_cases import PROBE, VOCAB, make_config, make_samples
 from tools.kit.rank_group import RankGroup
 
@@ -79,7 +78,7 @@ class OneProcess:
         return build_tensor_manifest(tensors=self.weights(), **facts).digest
 
     async def save(self, directory: Path) -> Path:
-        files = ThreadedFiles(lambda: self.learner, str(self.source), build_tensor_manifest)
+        files = make_files(self.learner, str(self.source))
         facts = self.learner.collect_facts()
         found = ResumeState(version=2, step=1, before="", batches=(), learner=facts)
         directory.mkdir()

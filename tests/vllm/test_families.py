@@ -9,9 +9,10 @@ import torch
 
 from laminar.config import load_config
 from laminar.training.learner import Learner
-from laminar.training.model.policy import load_policy, named_weights
+from laminar.training.model.policy import load_policy
 from tests.vllm.replica import LIMIT, Replica
 from tools.kit import family_models
+from tools.kit.one_process import named_weights
 
 pytestmark = pytest.mark.vllm
 

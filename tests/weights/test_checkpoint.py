@@ -16,6 +16,7 @@ from laminar.weights.version.checkpoint import MODEL_FILE
 from laminar.weights.version.hashes import build_manifest
 from laminar.weights.version.restored import VersionRestoreError
 from laminar.weights.version.tensors import write_tensors
+from tools.kit.one_process import build_tensor_manifest
 
 PROBE = mf.Probe(sequences=((1, 2),), logprobs=((-0.5,),), tolerance=0.1, mean_tolerance=0.1)
 Tensors = dict[str, torch.Tensor]
@@ -36,7 +37,7 @@ def specs(dtype: str) -> tuple[mf.TensorSpec, ...]:
 
 def save(directory: Path, dtype: str = "bfloat16", version: int = 7) -> mf.Manifest:
     tensors = weights()
-    manifest = checkpoint.build_tensor_manifest(
+    manifest = build_tensor_manifest(
         version=version, step=version, specs=specs(dtype), tensors=tensors.items(), probe=PROBE
     )
     save_file(tensors, directory / MODEL_FILE)

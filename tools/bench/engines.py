@@ -49,6 +49,7 @@ from laminar.config.algorithm_rules import weight_bounds
 from laminar.engines import protocol
 from laminar.engines.build import start_engine
 from laminar.engines.hf_config import read_hf_config
+from tools.kit.one_process import named_weights
 
 SHARED_MEMORY = Path("/dev/shm")
 DONE_S = 300.0  #: timeout of one measurement
@@ -156,7 +157,7 @@ class Trainer:
         import torch
 
         from laminar.training.learner import Learner
-        from laminar.training.model.policy import load_policy, named_weights
+        from laminar.training.model.policy import load_policy
         from laminar.weights.version.manifest import check_tensors, make_layout
 
         torch.manual_seed(seed)

@@ -27,10 +27,9 @@ from laminar.eventlog.record import EventRecord
 from laminar.events import events as ev
 from laminar.events.codec import decode_event
 from laminar.launch.model_export import export_model
-from laminar.training.threaded import ThreadedFiles, ThreadedLearner
-from laminar.weights.version.checkpoint import build_tensor_manifest
 from tools.kit import rank_cases
 from tools.kit.family_models import ATTENTION, FAMILIES, write_family_model
+from tools.kit.one_process import OneLearner
 from tools.kit.rank_cases import OnRanks
 from tools.kit.rank_group import RankGroup
 from tools.kit.real_run import ROOT, BadRun, Run, check, read_json
@@ -80,10 +79,11 @@ def try_family(kind: str, directory: Path, ranks: RankGroup) -> list[str]:
 def _try_training(model: Path, more: dict[str, Any], ranks: RankGroup) -> str:
     settings = {"model.name": str(model), "optim.lr": 1e-3} | more
     samples, digests = rank_cases.make_samples(), []
-    learner = ThreadedLearner(rank_cases.make_config(settings), lambda: rank_cases.VOCAB)
-    files = ThreadedFiles(lambda: learner.learner, str(model), build_tensor_manifest)
+    learner = OneLearner(rank_cases.make_config(settings), rank_cases.VOCAB)
     with tempfile.TemporaryDirectory() as saved:
-        trained = rank_cases.train_and_resume(OnRanks(learner, files), f"{saved}/1", samples)
+        trained = rank_cases.train_and_resume(
+            OnRanks(learner, learner.files), f"{saved}/1", samples
+        )
         try:
             digests.append(asyncio.run(trained))
             arguments = ("train_and_resume", settings, f"{saved}/2", samples)

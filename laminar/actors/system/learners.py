@@ -19,18 +19,21 @@ from laminar.actors.weight_publisher import Attach
 from laminar.config import Config
 from laminar.net.addresses import LOCALHOST, interface_of
 from laminar.tasks.data.tokenizer import get_tokenizer_size, load_tokenizer
-from laminar.training.distributed_learner import RankedFiles, RankedLearner, RankWorker
+from laminar.training.distributed_learner import (
+    NoOtherRanks,
+    RankedFiles,
+    RankedLearner,
+    RankWorker,
+)
 from laminar.training.learner import no_point
 from laminar.training.rank_processes import RankProcesses
 from laminar.training.rank_store import Submit
 from laminar.training.ranks import RankStore, Rendezvous
-from laminar.training.threaded import ThreadedFiles, ThreadedLearner
-from laminar.weights.version.checkpoint import build_tensor_manifest
 from laminar.weights.version.hashes import Bytes
 from laminar.weights.version.manifest import TensorSpec
 from laminar.weights.version.shared_rows import RowWriter, describe_rows
 from laminar.weights.version.slot_writer import SharedSlotWriter, SlotWriter
-from laminar.weights.version.tensors import write_tensors
+from laminar.weights.version.tensors import write_rows
 
 
 class LearnerParts(NamedTuple):
@@ -55,19 +58,21 @@ def parts_of(
     """Build the parts; `gang`: not started, None if not divided. `reached`: failpoints.
 
     `address`: of this machine, on the network of the ranks."""
-    name = config.model.name
     if gang is not None:
         worker = worker_of(config, 0, gang.submit, interface_of(address))
-        ranked = RankedLearner(worker, gang)
-        files = RankedFiles(worker, gang, name, describe_rows)
-        return LearnerParts(ranked, files, partial(SharedSlotWriter, ranked.put_weights))
-    learner = ThreadedLearner(config, _tokenizer_size(config), reached)
+    else:
+        worker = RankWorker(config, 0, None, _tokenizer_size(config), RowWriter(), reached)
+    others = gang or NoOtherRanks()
+    learner = RankedLearner(worker, others)
+    files = RankedFiles(worker, others, config.model.name, describe_rows)
+    if gang is not None:
+        return LearnerParts(learner, files, partial(SharedSlotWriter, learner.put_weights))
 
     def fill(view: Bytes, specs: tuple[TensorSpec, ...]) -> None:
-        write_tensors(view, specs, learner.iter_weights())
+        rows = worker.iter_weight_rows()
+        write_rows(view, specs, ((name, part.first, part.data) for name, part in rows))
 
-    threaded = ThreadedFiles(lambda: learner.learner, name, build_tensor_manifest)
-    return LearnerParts(learner, threaded, partial(SlotWriter, fill))
+    return LearnerParts(learner, files, partial(SlotWriter, fill))
 
 
 def worker_of(

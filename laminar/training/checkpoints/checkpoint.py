@@ -1,11 +1,9 @@
 """Checkpoints in a model's directory: optimizer, critic, trainer.json, a digest of each file.
 
-Reads   a directory that `complete_checkpoint` completed
-Writes  optimizer.safetensors, critic/ and digests.json into a directory that has a model and
-        trainer.json; parameters and optimizer of a learner: with adapters, those of the adapters
-        alone
-Gives   `complete_checkpoint`, `load_checkpoint`; CheckpointError for damage, ConfigError for
-        another model's files, one sentence each; OSError while the disk fails
+Reads   a checkpoint's directory
+Writes  parameters and optimizer of a learner: with adapters, those of the adapters alone
+Gives   `load_checkpoint`; CheckpointError for damage, ConfigError for another model's files, one
+        sentence each; OSError while the disk fails
 
 The published version in the directory has a digest too, but engines may use a shorter type than
 the parameters have, so every byte that training resumes from is checked here.
@@ -24,14 +22,13 @@ from torch import Tensor, nn
 from laminar.config import ConfigError
 from laminar.names.ports import is_transient
 from laminar.run.directory import RESUME_FILE
-from laminar.training import shared_safetensors, trainer_state
+from laminar.training import trainer_state
 from laminar.training.checkpoints.file_digests import (
     CRITIC_MODEL_FILE,
     CRITIC_OPTIMIZER_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
     check_digests,
-    write_digests,
 )
 from laminar.training.critic import Critic
 from laminar.training.learner import Learner
@@ -40,26 +37,12 @@ from laminar.training.model.loading import copy_rows
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import get_base_rows, iter_weight_rows
 from laminar.training.ranks import SINGLE_RANK, Ranks
-from laminar.training.shared_safetensors import Rows, iter_rows, rows_of, sort_rows
+from laminar.training.shared_safetensors import Rows, iter_rows, rows_of
 from laminar.training.trainer_state import CheckpointError, ForeignError, ResumeState
 
 ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
 """Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), with AdamW's
 names: a step after a restart gives the same bytes as without it."""
-
-
-def complete_checkpoint(
-    directory: Path,
-    moments: Mapping[str, Tensor],
-    critic: Mapping[str, Mapping[str, Tensor]],
-    model: shared_safetensors.WrittenFiles,
-) -> None:
-    """Add optimizer, critic (tensors by file) and digests to a directory; OSError from the disk.
-
-    `model`: digests of the model's files."""
-    files = {OPTIMIZER_FILE: moments, **critic}
-    own = {name: save_tensors(directory / name, tensors) for name, tensors in files.items()}
-    write_digests(directory, {**model, **own})
 
 
 def load_checkpoint(directory: Path, learner: Learner) -> ResumeState:
@@ -104,14 +87,6 @@ def restore_checkpoint(directory: Path, learner: Learner) -> ResumeState:
 
 def _make_damage_error(directory: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {directory} cannot be trained on: {error}")
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> list[shared_safetensors.WrittenSpan]:
-    """Write whole tensors of one process to a file; OSError from the disk."""
-    rows = {name: Rows(tuple(tensor.shape), 0, tensor) for name, tensor in tensors.items()}
-    forms = shared_safetensors.get_layouts(rows)
-    shared_safetensors.create_file(path, forms)
-    return shared_safetensors.write_rows(path, forms, sort_rows(rows).items())
 
 
 def critic_tensors(critic: Critic) -> dict[str, Iterable[tuple[str, Rows]]]:

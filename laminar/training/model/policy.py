@@ -381,11 +381,6 @@ def iter_weight_rows(model: PreTrainedModel) -> Iterator[tuple[str, Rows]]:
         yield from iter_file_rows(parts[name], tensor)
 
 
-def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `iter_weight_rows` yields, for a model of one process: whole tensors."""
-    return ((name, rows.data) for name, rows in iter_weight_rows(model))
-
-
 def get_base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors of the model as loaded, without merging or other computation."""
     return {names[0]: tensor.detach() for names, tensor in group_tied(model)}

@@ -10,33 +10,18 @@ checkpoint yields the weights that were published under its number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.hashes import Bytes, build_manifest
+from laminar.weights.version.hashes import Bytes
 from laminar.weights.version.restored import RestoredVersion, VersionRestoreError, restore_version
 from laminar.weights.version.tensors import write_tensors
 
 MODEL_FILE = "model.safetensors"
-
-
-def build_tensor_manifest(
-    *,
-    version: int,
-    step: int,
-    specs: tuple[mf.TensorSpec, ...],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    probe: mf.Probe,
-) -> mf.Manifest:
-    """Build the manifest of a version of these tensors, as a relay would."""
-    view = np.empty(mf.check_tensors(specs), dtype=np.uint8)
-    write_tensors(view, specs, tensors)
-    return build_manifest(view, version=version, step=step, tensors=specs, probe=probe)
 
 
 def read_version(directory: Path, version: int) -> RestoredVersion:

@@ -18,15 +18,16 @@ from laminar.actors.model_files import save_model
 from laminar.tasks.data.tokenizer import end_ids, load_tokenizer
 from laminar.training.learner import Learner, replace_weights
 from laminar.training.model.policy import LoadedPolicy, load_policy
-from laminar.training.threaded import ThreadedFiles
-from laminar.weights.version.checkpoint import build_tensor_manifest
+from laminar.training.ranks import SINGLE_RANK
+from tools.kit.one_process import make_files
 
 Make = Callable[..., Any]
 
 
 async def export(model: Any, source: str, target: Path) -> None:
-    learner = SimpleNamespace(policy=SimpleNamespace(model=model))
-    await save_model(ThreadedFiles(lambda: learner, source, build_tensor_manifest), target)  # type: ignore[arg-type, return-value]
+    policy = SimpleNamespace(model=model, base="")
+    learner = SimpleNamespace(policy=policy, ranks=SINGLE_RANK)
+    await save_model(make_files(learner, source), target)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -20,16 +20,17 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from laminar.config import Config, ConfigError
 from laminar.config.families import select_text_tensors
 from laminar.engines.check import weight_shapes
-from laminar.training import threaded
+from laminar.training import distributed_learner
 from laminar.training.checkpoints.checkpoint import load_checkpoint
 from laminar.training.model.lora_targets import check_lora
-from laminar.training.model.policy import check_files, load_critic, load_policy, named_weights
+from laminar.training.model.policy import check_files, load_critic, load_policy
 from laminar.training.ranks import RankLayout
+from laminar.training.shared_safetensors import iter_rows
 from laminar.training.steps import TrainSample
-from laminar.training.threaded import ThreadedLearner
 from tests.training.test_distributed_learner import OneProcess
 from tools.kit import family_models, rank_cases
 from tools.kit.extras import needs_peft
+from tools.kit.one_process import OneLearner, named_weights
 from tools.kit.rank_cases import replaced
 from tools.kit.rank_group import RankGroup
 
@@ -61,8 +62,8 @@ def settings_of(kind: str, directory: Path, rank: int = 0) -> dict[str, Any]:
     return settings
 
 
-async def load(config: Config) -> ThreadedLearner:
-    learner = ThreadedLearner(config, lambda: VOCAB)
+async def load(config: Config) -> OneLearner:
+    learner = OneLearner(config, VOCAB)
     await learner.load()
     return learner
 
@@ -80,7 +81,7 @@ async def test_what_is_published_has_the_names_and_values_of_the_files(
     config = rank_cases.make_config(settings_of(kind, directory))
     learner = await load(config)
     expected = saved_text(kind, directory)
-    found = dict(learner.iter_weights())
+    found = learner.get_weights()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert await learner.check_weights("float32") == len(expected)
@@ -116,7 +117,7 @@ async def test_adapters_are_in_the_language_model_and_in_no_expert(
     trained = {name.partition(".lora_")[0] for name, p in parameters if p.grad is not None}
     assert trained and all(".layers." in name for name in trained)
     assert not any("experts" in name or "vision" in name for name in trained)
-    changed = dict(learner.iter_weights())
+    changed = learner.get_weights()
     expected = saved_text(kind, directory)
     assert changed.keys() == expected.keys()
     moved = {name for name in expected if not torch.equal(changed[name], expected[name])}
@@ -202,12 +203,15 @@ async def test_tensors_that_differ_are_refused_before_the_first_step(
     kind: str, fault: Callable[[Tensors], Tensors], said: str, directories: Callable[[str], Path]
 ) -> None:
     learner = await load(rank_cases.make_config(settings_of(kind, directories(kind))))
-    usual = threaded.named_weights
+    usual = distributed_learner.iter_weight_rows
 
     def faulty(model: Any) -> Any:
-        return iter(fault(dict(usual(model))).items())
+        return iter_rows(fault({name: rows.data for name, rows in usual(model)}).items())
 
-    with replaced(threaded, "named_weights", faulty), pytest.raises(ConfigError, match=said):
+    with (
+        replaced(distributed_learner, "iter_weight_rows", faulty),
+        pytest.raises(ConfigError, match=said),
+    ):
         await learner.check_weights("float32")
 
 

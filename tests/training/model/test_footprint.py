@@ -40,13 +40,13 @@ from laminar.training.model.policy import (
     _make_autocast,
     cast_linear,
     get_base_weights,
-    named_weights,
     recompute_layers,
 )
 from laminar.training.objective import ObjectiveConfig, compute_objective
 from laminar.training.steps import TrainSample
 from tools.kit.extras import needs_peft
 from tools.kit.live_bytes import LiveBytes, saved_bytes
+from tools.kit.one_process import named_weights
 
 Make = Callable[..., Any]
 ROWS, PROMPT, RESPONSE = 4, 16, 112

@@ -28,13 +28,11 @@ from laminar.training.model.policy import (
     digest_base_weights,
     get_base_weights,
     load_policy,
-    named_weights,
 )
-from laminar.training.threaded import ThreadedFiles
 from laminar.training.trainer_state import CheckpointError, ResumeState, encode
 from laminar.weights.version import manifest as mf
-from laminar.weights.version.checkpoint import build_tensor_manifest
 from tools.kit.extras import needs_peft
+from tools.kit.one_process import build_tensor_manifest, make_files, named_weights
 
 pytestmark = needs_peft
 Make = Callable[..., Any]
@@ -298,7 +296,7 @@ async def test_an_export_is_merged_and_its_adapter_is_read_by_peft(
     learner = make_learner(lora__target_modules=["q_proj", "down_proj"])
     learner.train_step(make_samples(), 0)
     target = tmp_path / "export"
-    await save_model(ThreadedFiles(lambda: learner, str(source), build_tensor_manifest), target)
+    await save_model(make_files(learner, str(source)), target)
     expected = learner.compute_logprobs(TEXTS)
     merged = Learner(make_config(), load(target))
     assert apart(merged.compute_logprobs(TEXTS), expected) <= CLOSE
@@ -323,7 +321,7 @@ async def test_an_export_is_merged_and_its_adapter_is_read_by_peft(
 
 
 async def save(learner: Learner, source: Path, directory: Path) -> Path:
-    files = ThreadedFiles(lambda: learner, str(source), build_tensor_manifest)
+    files = make_files(learner, str(source))
     found = ResumeState(version=1, step=1, before="", batches=(), learner=learner.collect_facts())
     await save_model(files, directory, await files.copy(), {RESUME_FILE: encode(found)})
     return directory

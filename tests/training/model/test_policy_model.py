@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from laminar.config import ConfigError
 from laminar.training.learner import Learner
 from laminar.training.model.micro_batches import pad_token_rows
-from laminar.training.model.policy import Compute, cast_linear, load_policy, named_weights
+from laminar.training.model.policy import Compute, cast_linear, load_policy
+from tools.kit.one_process import named_weights
 
 Make = Callable[..., Any]
 EMBEDDING = "model.embed_tokens.weight"

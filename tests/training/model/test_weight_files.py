@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from laminar.config import ConfigError
-from laminar.training import threaded
-from laminar.training.threaded import ThreadedLearner
+from laminar.training import distributed_learner
+from laminar.training.shared_safetensors import iter_rows
 from tools.kit import rank_cases
 from tools.kit.extras import needs_peft
+from tools.kit.one_process import OneLearner
 from tools.kit.rank_cases import replaced
 from tools.kit.rank_group import RankGroup
 
@@ -61,30 +62,33 @@ def rewrite(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
 
 
 @pytest.fixture
-async def learner(model_directory: Make, make_config: Make) -> ThreadedLearner:
+async def learner(model_directory: Make, make_config: Make) -> OneLearner:
     return await loaded(model_directory(tied=False), make_config)
 
 
-async def loaded(directory: Path, make_config: Make, **settings: Any) -> ThreadedLearner:
-    found = ThreadedLearner(make_config({"model.name": str(directory)} | settings), lambda: 28)
+async def loaded(directory: Path, make_config: Make, **settings: Any) -> OneLearner:
+    found = OneLearner(make_config({"model.name": str(directory)} | settings), 28)
     await found.load()
     return found
 
 
 @pytest.mark.parametrize(("fault", "said"), FAULTS.values(), ids=FAULTS)
 async def test_what_differs_from_the_files_is_refused(
-    fault: Callable[[Tensors], Tensors], said: str, learner: ThreadedLearner
+    fault: Callable[[Tensors], Tensors], said: str, learner: OneLearner
 ) -> None:
-    usual = threaded.named_weights
+    usual = distributed_learner.iter_weight_rows
 
     def faulty(model: Any) -> Any:
-        return iter(fault(dict(usual(model))).items())
+        return iter_rows(fault({name: rows.data for name, rows in usual(model)}).items())
 
-    with replaced(threaded, "named_weights", faulty), pytest.raises(ConfigError, match=said):
+    with (
+        replaced(distributed_learner, "iter_weight_rows", faulty),
+        pytest.raises(ConfigError, match=said),
+    ):
         await learner.check_weights("float32")
 
 
-async def test_an_error_names_three_differences_and_their_number(learner: ThreadedLearner) -> None:
+async def test_an_error_names_three_differences_and_their_number(learner: OneLearner) -> None:
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.add_(1.0)
@@ -118,15 +122,15 @@ async def test_files_may_have_frequencies_and_heads_for_more_tokens_but_not_visi
     more = ("model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.layers.0.mlp.up_proj.weight")
     rewrite(directory, lambda tensors: tensors | {name: torch.ones(3) for name in more})
     learner = await loaded(directory, make_config)
-    assert await learner.check_weights("float32") == len(dict(learner.iter_weights()))
+    assert await learner.check_weights("float32") == len(learner.get_weights())
     rewrite(directory, lambda tensors: tensors | {"visual.patch_embed.weight": torch.ones(3)})
     with pytest.raises(ConfigError, match=r"visual\.patch_embed\.weight of the files is not publ"):
         await learner.check_weights("float32")
 
 
-async def test_packed_tensors_are_refused(learner: ThreadedLearner) -> None:
+async def test_packed_tensors_are_refused(learner: OneLearner) -> None:
     packed = changed(UP, lambda tensor: tensor.to(torch.float8_e4m3fn))
-    rewrite(Path(learner._config.model.name), packed)
+    rewrite(Path(learner.config.model.name), packed)
     with pytest.raises(ConfigError, match=f"{UP} has the packed type F8_E4M3"):
         await learner.check_weights(None)
 
