@@ -15,7 +15,6 @@ SIMULATOR = PACKAGE.parent / "tools" / "simulator"
 FUNCTION_LINES, CLASS_LINES, FILE_LINES = 40, 250, 600
 LONGER = {
     "actors/trainer.py Trainer": 260,
-    "weights/chain/fetch.py Fetcher": 260,
     "actors/rollout.py Rollout": 310,
     "coordinator/tick.py Tick": 360,
     "tools/simulator/checks/safety.py Checks": 360,

@@ -30,7 +30,7 @@ from laminar.tasks.rewards.results import RewardCall, RewardSpec
 from laminar.training import rank_processes
 from laminar.weights import messages as relay
 from laminar.weights.chain import wire as chain
-from laminar.weights.version.manifest import Draft, Probe, unseal_manifest
+from laminar.weights.version.manifest import Manifest, Probe
 from tools.kit.manifest_samples import PROBE, build
 
 LIMIT = 1 << 20
@@ -40,7 +40,7 @@ LIMIT = 1 << 20
 
 Struct = TypeVar("Struct")
 
-RULED: dict[type[Any], Any] = {Probe: PROBE, Draft: unseal_manifest(build())}
+RULED: dict[type[Any], Any] = {Probe: PROBE, Manifest: build()}
 """An example of each type whose fields have a rule between them."""
 
 

@@ -252,7 +252,7 @@ class RelaySlots:
             arena=self._memory.path,
             copy=copy.number,
             num_bytes=copy.front,
-            draft=copy.draft if copy.number != request.copy else None,
+            manifest=copy.get_manifest() if copy.number != request.copy else None,
         )
 
     def release(self, request: m.ReleaseLease) -> m.LeaseReleased | m.ArenaReplaced:

@@ -160,12 +160,12 @@ class Leases:
         return self._arena.get_slot(lease.slot)
 
     def make_source(
-        self, lease: m.VersionLeased | m.VersionArriving, draft: mf.Draft
+        self, lease: m.VersionLeased | m.VersionArriving, manifest: mf.Manifest
     ) -> protocol.WeightSource:
         """Describe where the tensors of a version with this layout are."""
         assert self._arena is not None
         offset = self._arena.get_slot_offset(lease.slot)
-        return source_of(lease.arena, offset, draft.tensors, draft.total_bytes)
+        return source_of(lease.arena, offset, manifest.tensors, manifest.total_bytes)
 
 
 class WeightLoader:
@@ -270,12 +270,14 @@ class WeightLoader:
                 return m.VersionUnavailable(held=()), source, begun
             if copy < 0:
                 copy, begun = lease.copy, self.host.now_ns()
-                draft = (
-                    mf.decode(lease.manifest) if isinstance(lease, m.VersionLeased) else lease.draft
+                manifest = (
+                    mf.decode(lease.manifest)
+                    if isinstance(lease, m.VersionLeased)
+                    else lease.manifest
                 )
-                assert draft is not None, lease  # it is left out only if the reader knows it
-                self._note_weights(draft)
-                source = self._leases.make_source(lease, draft)
+                assert manifest is not None, lease  # it is left out only if the reader knows it
+                self._note_weights(manifest)
+                source = self._leases.make_source(lease, manifest)
             if isinstance(lease, m.VersionLeased):
                 return lease, source, begun
             if lease.num_bytes > here:
@@ -347,7 +349,7 @@ class WeightLoader:
             self.digest = manifest.digest
         return failure
 
-    def _note_weights(self, manifest: mf.Draft) -> None:
+    def _note_weights(self, manifest: mf.Manifest) -> None:
         """Note the weights since the last load, or from now on if nothing was loaded."""
         before = self._weights.get(self._loads - 1)
         self._weights = {} if before is None else {before.load: before}

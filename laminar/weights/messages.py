@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from laminar.events.families import Family, Message
-from laminar.weights.version.manifest import Draft, Probe, TensorSpec
+from laminar.weights.version.manifest import Manifest, Probe, TensorSpec
 
 
 class RelayWireError(ValueError):
@@ -106,7 +106,7 @@ class VersionArriving(Message, frozen=True, kw_only=True):
     arena: str
     copy: int
     num_bytes: int  #: leading bytes that are verified
-    draft: Draft | None  #: layout, or None if the reader knows this copy
+    manifest: Manifest | None  #: None if the reader knows this copy
 
 
 class VersionPending(Message, frozen=True, kw_only=True):

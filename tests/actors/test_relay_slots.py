@@ -43,7 +43,7 @@ class Slots(RelaySlots):
     def take(self, manifest: mf.Manifest, slot: int) -> None:
         """What a plane does with a version that is complete."""
         region = self.memory.get_region(slot)
-        self.versions.put(VersionCopy.from_manifest(manifest, slot, region))
+        self.versions.put(VersionCopy(manifest, slot, region, complete=True))
 
     def close(self) -> None:
         for task in self.tasks:

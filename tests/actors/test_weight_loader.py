@@ -253,8 +253,7 @@ class Arrival:
             chunk_bytes=chunk_bytes,
         )
         region = relay.machine.slots.get_region(slot)
-        draft, sums = mf.unseal_manifest(self.manifest), self.manifest.chunk_checksums
-        self.copy = VersionCopy(draft, slot, region, sums, self.manifest.digest)
+        self.copy = VersionCopy(self.manifest, slot, region)
         self.table.put(self.copy)
 
     def come(self, *chunks: int) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from xxhash import xxh3_128_hexdigest
 
 from laminar.config import ConfigError
-from laminar.training import shared_safetensors, trainer_state
+from laminar.training import distributed_learner, trainer_state
 from laminar.training.checkpoints import checkpoint
 from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.learner import Learner
@@ -160,14 +160,14 @@ async def test_what_changes_before_it_is_digested_is_refused(
     sound = await trained.save(tmp_path / "step_2")
     digests = json.loads((sound / "digests.json").read_bytes())
     assert digests == {name: xxh3_128_hexdigest((sound / name).read_bytes()) for name in digests}
-    write_rows = shared_safetensors.write_rows
+    write_rows = distributed_learner.write_rows
 
     def damaged(path: Path, *args: Any) -> Any:
         written = write_rows(path, *args)
         flip_bit(path)
         return written
 
-    monkeypatch.setattr(shared_safetensors, "write_rows", damaged)
+    monkeypatch.setattr(distributed_learner, "write_rows", damaged)
     directory = await trained.save(tmp_path / "step_3")
     with pytest.raises(CheckpointError, match=r"step_3 .*model\.safetensors is damaged"):
         checkpoint.load_checkpoint(directory, trained.learner)

@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 from laminar.weights.chain import wire
 from laminar.weights.chain.wire import BadBytes, FrameHeader, FrameKind
 from laminar.weights.version import manifest as mf
-from tools.bench.weights.relay_process import draft
+from tools.bench.weights.relay_process import describe
 
 DIGEST = "0123456789abcdef" * 2
 DOWN = [
     wire.ChainHello(run="r", name="relay-0", incarnation=3, chain=7, nonce=bytes(16)),
-    wire.Offer(number=1, draft=draft(4, 256, 64), checksums=b"x" * 32, digest=DIGEST, base=None),
+    wire.Offer(number=1, manifest=describe(4, bytes(256), 64), base=None),
     wire.Offer(
-        number=2,
-        draft=draft(5, 256, 64),
-        checksums=b"y" * 32,
-        digest=DIGEST,
-        base=wire.Base(version=4, digest=DIGEST),
+        number=2, manifest=describe(5, b"y" * 256, 64), base=wire.Base(version=4, digest=DIGEST)
     ),
     wire.Proof(proof=bytes(32)),
 ]
@@ -90,7 +86,7 @@ def test_a_bad_header_has_a_reason(header: bytes, reason: str) -> None:
 
 def test_an_adapter_is_refused_by_name() -> None:
     offer = msgspec.to_builtins(DOWN[1])
-    offer["draft"]["kind"] = "adapter"
+    offer["manifest"]["kind"] = "adapter"
     body = msgspec.msgpack.encode({"type": "offer", **offer})
     with pytest.raises(BadBytes, match="kind 'adapter' is reserved"):
         decoded(wire.predecessor_decoder, framed(body))
@@ -105,11 +101,11 @@ def test_hostile_bodies() -> None:
         decoded(wire.predecessor_decoder, wire.encode(DOWN[1])[:-1] + b"\1")
 
 
-def test_a_draft_cannot_ask_for_more_chunks_than_fit_into_memory() -> None:
+def test_a_manifest_cannot_ask_for_more_chunks_than_fit_into_memory() -> None:
     offer = msgspec.json.decode(msgspec.json.encode(DOWN[1]))
     size = 64 << 40
-    offer["draft"] |= {"total_bytes": size, "chunk_bytes": 1}
-    offer["draft"]["tensors"][0] |= {"nbytes": size, "shape": [size // 2]}
+    offer["manifest"] |= {"total_bytes": size, "chunk_bytes": 1}
+    offer["manifest"]["tensors"][0] |= {"nbytes": size, "shape": [size // 2]}
     with pytest.raises(BadBytes, match="chunks are above the limit"):
         decoded(wire.predecessor_decoder, framed(msgspec.msgpack.encode(offer)))
 
@@ -127,4 +123,4 @@ def test_any_damage_gives_a_message_or_bad_bytes(data: st.DataObject) -> None:
     except BadBytes:
         return
     if isinstance(found, wire.Offer):
-        assert mf.check_tensors(found.draft.tensors) == found.draft.total_bytes
+        assert mf.check_tensors(found.manifest.tensors) == found.manifest.total_bytes

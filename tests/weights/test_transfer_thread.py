@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
-import xxhash
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import downstream, reports, upstream, wire
@@ -18,8 +17,7 @@ from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.transport import FrameHandler
 from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.chain.wire import FrameHeader, FrameKind
-from laminar.weights.version import manifest as mf
-from tools.bench.weights.relay_process import digest_of, draft
+from tools.bench.weights.relay_process import describe
 from tools.kit.greetings import KEY, NONCE, WAIT_S, ended, greet, hello, introduction, received
 
 DIGEST = "0" * 32
@@ -243,8 +241,7 @@ def test_a_predecessor_that_goes_wrong_is_reported(
 
 def test_a_block_that_belongs_to_nothing_is_dropped(probe: Callable[..., Probe]) -> None:
     relay = probe("relay-0")
-    like, sums = draft(1, 4096, 1024), bytes(4 * 8)
-    offer = wire.Offer(number=1, draft=like, checksums=sums, digest=DIGEST, base=None)
+    offer = wire.Offer(number=1, manifest=describe(1, bytes(4096), 1024), base=None)
     with socket.create_connection((relay.host, relay.port)) as sock:
         greet(sock)
         sock.sendall(framed(FrameHeader(FrameKind.BLOCK, 8, 0, 3, 0), bytes(8)))
@@ -369,10 +366,7 @@ def test_a_fault_of_the_plane_is_reported_and_ends_it(probe: Callable[..., Probe
 def published(relay: Probe, version: int, slot: int) -> None:
     """A whole version of eight chunks."""
     relay.slots[slot][:] = bytes((version + i) % 251 for i in range(4096))
-    made = draft(version, 4096, 512)
-    chunks = [relay.slots[slot][at : at + 512] for at in range(0, 4096, 512)]
-    checksums = tuple(xxhash.xxh3_64_intdigest(chunk) for chunk in chunks)
-    relay.plane.publish_version(mf.seal_draft(made, checksums, digest_of(relay.slots[slot])), slot)
+    relay.plane.publish_version(describe(version, relay.slots[slot], 512), slot)
 
 
 def holder_of(relay: Probe) -> tuple[str, str, int]:

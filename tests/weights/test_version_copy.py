@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from laminar.weights.arena.region import Region
-from laminar.weights.version import manifest as mf
 from laminar.weights.version.copy import DIGEST_CHUNKS, VersionCopy, pack_have, unpack_have
 from laminar.weights.version.hashes import compute_checksums
 from laminar.weights.version.table import VersionTable
-from tools.bench.weights.relay_process import draft
+from tools.bench.weights.relay_process import describe
 
 SIZE, CHUNK = 1024, 64
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
@@ -19,7 +18,7 @@ SUMS, DIGEST = compute_checksums(DATA, SIZE, CHUNK)
 
 def arriving() -> VersionCopy:
     slot = Region(memoryview(bytearray(SIZE + 100)))
-    return VersionCopy(draft(7, SIZE, CHUNK), 2, slot, SUMS, DIGEST)
+    return VersionCopy(describe(7, DATA, CHUNK), 2, slot)
 
 
 def put(copy: VersionCopy, index: int) -> None:
@@ -64,8 +63,7 @@ def test_have_in_bits(count: int) -> None:
 
 def test_what_is_pinned_is_not_forgotten_and_what_is_forgotten_cannot_be_pinned() -> None:
     table = VersionTable(nullcontext())
-    manifest = mf.seal_draft(draft(7, SIZE, CHUNK), SUMS, DIGEST)
-    table.put(VersionCopy.from_manifest(manifest, 0, Region(DATA.data)))
+    table.put(VersionCopy(describe(7, DATA, CHUNK), 0, Region(DATA.data), complete=True))
     assert table.get_complete_digests() == {7: DIGEST}
     assert table.pin(7) is not None and table.pin(7) is not None
     table.unpin(7)

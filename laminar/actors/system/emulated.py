@@ -66,7 +66,6 @@ class EmulatedParts:
     """The parts of one emulated replica."""
 
     stop_ids = frozenset({END_ID})
-    environments = None
 
     def __init__(self, host: Host) -> None:
         self._host = host

@@ -24,7 +24,6 @@ from laminar.run.child_process import Child, ChildProcess, Spawned, spawn_child
 
 FORK_S = 60.0
 """Time limit for a fork, normally milliseconds; a swapping machine may take 1000 times longer."""
-CLOSE_S = 2.0
 TRIES = 3  #: warm processes tried per actor: an import that crashes would crash again
 OWN_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # else numpy starts threads when it is imported

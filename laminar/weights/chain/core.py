@@ -130,7 +130,7 @@ class PlaneCore:
 
     def publish_version(self, manifest: Manifest, slot: int) -> None:
         """Publish a whole version written here; its slot stays unchanged until `try_forget`."""
-        copy = VersionCopy.from_manifest(manifest, slot, self._region(slot))
+        copy = VersionCopy(manifest, slot, self._region(slot), complete=True)
         self._table.put(copy)  # before this returns, so that `try_forget` sees the version
         self._world.post(lambda: self._announce_copy(copy))
 

@@ -39,7 +39,6 @@ from laminar.weights.chain.wire import (
     Want,
 )
 from laminar.weights.version.copy import VersionCopy, pack_have
-from laminar.weights.version.manifest import count_chunks
 from laminar.weights.version.table import VersionTable
 
 FETCH_TIMEOUT_S = 60.0
@@ -222,12 +221,10 @@ class Fetcher:
             raise BadBytes("no-offer", type(message).__name__)
 
     def _on_offer(self, holder: VersionHolder, offer: Offer) -> None:
-        if offer.draft.version != holder.version:
-            raise BadBytes("other-version", f"version {offer.draft.version}")
-        if len(offer.checksums) != 8 * count_chunks(offer.draft):
-            raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
+        if offer.manifest.version != holder.version:
+            raise BadBytes("other-version", f"version {offer.manifest.version}")
         self._offer, self._slot_wanted = offer, True
-        self._emit(SlotWanted(holder.version, offer.draft.total_bytes, fetched=True))
+        self._emit(SlotWanted(holder.version, offer.manifest.total_bytes, fetched=True))
 
     def take_slot(self, slot: int) -> None:
         """Take the slot for the version; a negative slot means that there will be none."""
@@ -240,7 +237,7 @@ class Fetcher:
         if slot < 0:
             return self._fail_fetch("no slot is free for it here")
         region = self._region(slot)
-        copy = VersionCopy(offer.draft, slot, region, offer.unpack_checksums(), offer.digest)
+        copy = VersionCopy(offer.manifest, slot, region)
         now = self._clock()
         self._copy, self._arrival = copy, ReceiveProgress(begun=now, told=now)
         self._deadline, self._asked_at = now + FETCH_TIMEOUT_S, now

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from laminar.weights.chain import wire
 from laminar.weights.chain.transport import Link
 from laminar.weights.version.copy import VersionCopy, unpack_have
@@ -47,12 +45,7 @@ class FetchHandler:
             link.send(wire.Decline(version=version, reason=f"version {version} is not held here"))
             return
         self._copy = copy
-        checksums = np.array(copy.get_checksums(), "<u8").tobytes()
-        link.send(
-            wire.Offer(
-                number=1, draft=copy.draft, checksums=checksums, digest=copy.digest, base=None
-            )
-        )
+        link.send(wire.Offer(number=1, manifest=copy.get_manifest(), base=None))
 
     @property
     def ready(self) -> bool:

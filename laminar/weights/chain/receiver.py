@@ -45,7 +45,7 @@ from laminar.weights.delta.cache import Delta, DeltaCache
 from laminar.weights.delta.codec import DeltaError
 from laminar.weights.delta.rebuild import Rebuild, begin_rebuild
 from laminar.weights.version.copy import VersionCopy, pack_have
-from laminar.weights.version.manifest import count_chunks
+from laminar.weights.version.manifest import have_same_bytes
 from laminar.weights.version.table import VersionTable
 
 SLOW_S = 60.0  #: interval of pace reports of a version; most transfers end before the first
@@ -87,7 +87,7 @@ class ReceiveProgress:
         seconds, came = now - self.told, self.num_bytes - self.told_bytes
         if seconds >= SLOW_S:
             self.told, self.told_bytes = now, self.num_bytes
-            left = copy.draft.total_bytes * (copy.num_chunks - copy.num_have) // copy.num_chunks
+            left = copy.bounds[-1] * (copy.num_chunks - copy.num_have) // copy.num_chunks
             if came and left:
                 detail = f"{copy.num_have} of {copy.num_chunks} chunks received"
                 emit(Trouble("slow", copy.version, peer, detail, TransferPace(came, seconds, left)))
@@ -155,9 +155,7 @@ class Receiver:
     # --- which version, into which slot ---------------------------------------------------------
 
     def _on_offer(self, offer: Offer) -> None:
-        version = offer.draft.version
-        if len(offer.checksums) != 8 * count_chunks(offer.draft):
-            raise BadBytes("bad-checksums", f"{len(offer.checksums)} bytes")
+        version = offer.manifest.version
         self._offer = None
         held = self._table.get(version)
         latest = self._table.get_latest()
@@ -165,9 +163,7 @@ class Receiver:
             return self._confirm_held(held, offer)
         if version <= latest:
             return self._send_decline(version, f"version {latest} is held")
-        if held is not None and not held.is_consistent_with(
-            offer.draft, offer.unpack_checksums(), offer.digest
-        ):
+        if held is not None and not have_same_bytes(held.get_manifest(), offer.manifest):
             self._report_trouble("wrong-layout", version, "two publishers describe it differently")
             held = None
         self._offer = offer
@@ -177,12 +173,12 @@ class Receiver:
             self._receive_into(self._let_go())
         elif not self._slot_wanted:
             self._slot_wanted = True
-            self._emit(SlotWanted(version, offer.draft.total_bytes))
+            self._emit(SlotWanted(version, offer.manifest.total_bytes))
 
     def _confirm_held(self, held: VersionCopy, offer: Offer) -> None:
-        version = held.version
-        if offer.digest != held.digest:
-            detail = f"{held.digest} is held, {offer.digest} was offered"
+        version, offered = held.version, offer.manifest.digest
+        if offered != held.digest:
+            detail = f"{held.digest} is held, {offered} was offered"
             self._report_trouble("wrong-digest", version, detail)
             return self._send_decline(version, detail)
         self._send(VersionDone(version=version, digest=held.digest))
@@ -199,7 +195,7 @@ class Receiver:
         """Decline the offered version, for which there will be no slot."""
         self._slot_wanted = False
         if self._offer is not None:
-            version, self._offer = self._offer.draft.version, None
+            version, self._offer = self._offer.manifest.version, None
             self._report_trouble("denied", version, reason)
             self._send_decline(version, reason)
 
@@ -214,18 +210,18 @@ class Receiver:
         if older and self._link is not None:
             self._fail(f"version {copy.version} was published here")
         self._drop_older()
-        if self._offer is not None and self._offer.draft.version == copy.version:
+        if self._offer is not None and self._offer.manifest.version == copy.version:
             self._on_offer(self._offer)
 
     def _receive_into(self, slot: int) -> None:
         """Receive the offered version into this slot."""
         assert self._offer is not None
-        offer, draft, region = self._offer, self._offer.draft, self._region(slot)
-        if region.nbytes < draft.total_bytes:
-            detail = f"{draft.total_bytes} bytes do not fit into a slot of {region.nbytes}"
+        manifest, region = self._offer.manifest, self._region(slot)
+        if region.nbytes < manifest.total_bytes:
+            detail = f"{manifest.total_bytes} bytes do not fit into a slot of {region.nbytes}"
             self._emit(SlotReturned(slot))
             return self.decline_offer(detail)
-        copy = VersionCopy(draft, slot, region, offer.unpack_checksums(), offer.digest)
+        copy = VersionCopy(manifest, slot, region)
         self._table.put(copy)
         self._accept_offer(copy)
 

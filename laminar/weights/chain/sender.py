@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.reports import Report, Trouble
@@ -149,16 +147,8 @@ class Sender:
         base = None if delta is None else wire.Base(version=delta.base, digest=delta.base_digest)
         self._num_offers += 1
         current.offer = self._num_offers
-        checksums = np.array(copy.get_checksums(), "<u8").tobytes()
-        self._link.send(
-            wire.Offer(
-                number=current.offer,
-                draft=copy.draft,
-                checksums=checksums,
-                digest=copy.digest,
-                base=base,
-            )
-        )
+        offer = wire.Offer(number=current.offer, manifest=copy.get_manifest(), base=base)
+        self._link.send(offer)
 
     def _release(self) -> None:
         if self.current is not None and self.current.wanted:
@@ -294,7 +284,7 @@ class Sender:
             return None
         delta = None
         if base.has_same_size(copy):
-            delta = self._cache.open(copy.draft, base_version, base.digest)
+            delta = self._cache.open(copy.get_manifest(), base_version, base.digest)
         if delta is None:
             self._table.unpin(base_version)
             return None

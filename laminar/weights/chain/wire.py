@@ -28,11 +28,10 @@ from enum import IntEnum
 from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 import xxhash
 
 from laminar.events.families import Family, Item, Message, WireError
-from laminar.weights.version.manifest import MANIFEST_BYTES_MAX, Draft
+from laminar.weights.version.manifest import MANIFEST_BYTES_MAX, Manifest
 
 MAGIC = b"LMRW"
 WIRE_VERSION = 1
@@ -137,15 +136,8 @@ class Offer(Message, frozen=True, kw_only=True):
     """Predecessor: offers the next version, replacing an offer that was not answered yet."""
 
     number: Natural  #: running number of a relay's offers
-    draft: Draft
-    checksums: bytes  #: uint64 little-endian per chunk
-    digest: Digest
+    manifest: Manifest
     base: Base | None  #: base of the delta, if the version can be sent as one
-
-    def unpack_checksums(self) -> list[int]:
-        """Return the xxh3_64 of each chunk."""
-        checksums: list[int] = np.frombuffer(self.checksums, "<u8").tolist()
-        return checksums
 
 
 class Want(Message, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import numpy as np
 
 from laminar.weights.delta.codec import Block, compute_block_spans, encode_blocks, is_worthwhile
 from laminar.weights.version.copy import VersionCopy
-from laminar.weights.version.manifest import ITEM_BYTES, Draft
+from laminar.weights.version.manifest import ITEM_BYTES, Manifest
 
 ITEM_SIZES = (2, 4)  #: element sizes, in bytes, for which deltas are supported
 
@@ -25,12 +25,12 @@ ITEM_SIZES = (2, 4)  #: element sizes, in bytes, for which deltas are supported
 class Delta:
     """The blocks present so far of the delta that turns `base` into `version`."""
 
-    def __init__(self, draft: Draft, base: int, base_digest: str) -> None:
-        self.version = draft.version
+    def __init__(self, manifest: Manifest, base: int, base_digest: str) -> None:
+        self.version = manifest.version
         self.base, self.base_digest = base, base_digest
-        self.itemsize = ITEM_BYTES[draft.dtype]
-        self.total_bytes = draft.total_bytes
-        self._spans = compute_block_spans(draft.total_bytes, self.itemsize)
+        self.itemsize = ITEM_BYTES[manifest.dtype]
+        self.total_bytes = manifest.total_bytes
+        self._spans = compute_block_spans(manifest.total_bytes, self.itemsize)
         self.payloads: list[bytes | bytearray] = []
         self.checksums: list[int] = []
         self.num_bytes = 0
@@ -62,18 +62,19 @@ class DeltaCache:
     def num_bytes(self) -> int:
         return sum(delta.num_bytes for delta in self._deltas.values())
 
-    def open(self, draft: Draft, base: int, base_digest: str) -> Delta | None:
+    def open(self, manifest: Manifest, base: int, base_digest: str) -> Delta | None:
         """Add and return an empty delta; None if deltas are off or this one was given up before.
 
         Drops the deltas of older versions, which are not offered any more; a transfer in progress
         keeps its own delta alive.
         """
-        key = (draft.version, base)
-        if not self._max_bytes or ITEM_BYTES[draft.dtype] not in ITEM_SIZES or key in self._deltas:
+        key = (manifest.version, base)
+        itemsize = ITEM_BYTES[manifest.dtype]
+        if not self._max_bytes or itemsize not in ITEM_SIZES or key in self._deltas:
             return None
-        for old in [version for version in self._deltas if version[0] < draft.version]:
+        for old in [version for version in self._deltas if version[0] < manifest.version]:
             del self._deltas[old]
-        self._deltas[key] = Delta(draft, base, base_digest)
+        self._deltas[key] = Delta(manifest, base, base_digest)
         return self._deltas[key]
 
     def find_delta(self, version: int, held: dict[int, str]) -> Delta | None:

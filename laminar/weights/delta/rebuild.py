@@ -76,7 +76,7 @@ def begin_rebuild(
         return None
     delta = None
     if mine.complete and mine.digest == base_digest and mine.has_same_size(copy):
-        delta = cache.open(copy.draft, base, base_digest)
+        delta = cache.open(copy.get_manifest(), base, base_digest)
     if delta is None:
         table.unpin(base)
         return None

@@ -1,7 +1,6 @@
 """Chunk size of a version, chosen to minimize the time of a broadcast along a chain of relays.
 
-Reads   sizes, speeds
-Gives   estimate_broadcast_s, chunk_bytes, usual_chunk_bytes
+Gives   usual_chunk_bytes
 
 A chain of p machines with M bytes in k chunks takes
 
@@ -25,28 +24,11 @@ MACHINES, SECONDS_PER_BYTE, START_SECONDS = 8, 0.8e-9, 50e-6
 """Defaults for unknown hardware: network cards of 10 Gbit/s. The optimum is flat."""
 
 
-def estimate_broadcast_s(
-    machines: int, num_chunks: int, total_bytes: int, seconds_per_byte: float, start_seconds: float
-) -> float:
-    """Return the time until all `machines` (at least two, publisher included) have the version."""
-    chunk_seconds = total_bytes / num_chunks * seconds_per_byte + start_seconds
-    return (machines + num_chunks - 2) * chunk_seconds
-
-
-def chunk_bytes(
-    machines: int, total_bytes: int, seconds_per_byte: float, start_seconds: float
-) -> int:
-    """Return the chunk size that minimizes `estimate_broadcast_s`.
-
-    The size is a multiple of 64 KiB between CHUNK_BYTES_MIN and CHUNK_BYTES_MAX. A single hop gains
-    nothing from small chunks.
-    """
-    best = math.sqrt(max(0, machines - 2) * total_bytes * seconds_per_byte / start_seconds)
-    wanted = total_bytes / best if best else CHUNK_BYTES_MAX
-    clamped = min(max(wanted, CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
-    return int(clamped) // _CHUNK_UNIT * _CHUNK_UNIT
-
-
 def usual_chunk_bytes(total_bytes: int) -> int:
-    """Return the chunk size to use while the number of relays is unknown."""
-    return chunk_bytes(MACHINES, total_bytes, SECONDS_PER_BYTE, START_SECONDS)
+    """Return the chunk size to use while the number of relays is unknown.
+
+    The size is a multiple of 64 KiB between CHUNK_BYTES_MIN and CHUNK_BYTES_MAX.
+    """
+    best = math.sqrt((MACHINES - 2) * total_bytes * SECONDS_PER_BYTE / START_SECONDS)
+    clamped = min(max(total_bytes / best, CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
+    return int(clamped) // _CHUNK_UNIT * _CHUNK_UNIT

@@ -18,14 +18,7 @@ import numpy as np
 import xxhash
 
 from laminar.weights.arena.region import Region
-from laminar.weights.version.manifest import (
-    Draft,
-    Manifest,
-    chunk_bounds,
-    is_same_layout,
-    seal_draft,
-    unseal_manifest,
-)
+from laminar.weights.version.manifest import Manifest, chunk_bounds
 
 DIGEST_CHUNKS = 4
 """Maximum chunks hashed per step, so that a backlog never keeps the thread from its sockets."""
@@ -38,58 +31,48 @@ class VersionCopy:
     """A version, complete or in transfer, and the place of its bytes."""
 
     def __init__(
-        self, draft: Draft, slot: int, region: Region, checksums: Sequence[int], digest: str
+        self, manifest: Manifest, slot: int, region: Region, *, complete: bool = False
     ) -> None:
-        """Begin an empty copy in the `region` of a slot, which has at least total_bytes.
+        """Begin a copy in the `region` of a slot, which has at least total_bytes.
 
-        `checksums` of the chunks and `digest` are the published ones.
+        `complete`: a trainer of this machine wrote the whole version; else nothing is there yet.
         """
         #: number unique in this process; a version that arrives a second time is another copy
         self.number = next(_numbers)
-        self.draft = draft
+        self._manifest = manifest
         self.slot = slot
-        self.region = region.slice_bytes(0, draft.total_bytes)
-        self.bounds = chunk_bounds(draft)
+        self.region = region.slice_bytes(0, manifest.total_bytes)
+        self.bounds = chunk_bounds(manifest)
         self.num_chunks = len(self.bounds) - 1
-        self.have = bytearray(self.num_chunks)  #: 1 where a chunk is present and verified
-        self.num_have = 0
-        self.digest = digest
-        self.complete = False  #: verified as a whole
-        self._checksums = list(checksums)
+        #: 1 where a chunk is present and verified
+        self.have = bytearray([complete]) * self.num_chunks
+        self.num_have = sum(self.have)
+        self.complete = complete  #: verified as a whole
         self._hasher = xxhash.xxh3_128()
         self._num_hashed = 0
-        self._manifest: Manifest | None = None
-
-    @classmethod
-    def from_manifest(cls, manifest: Manifest, slot: int, region: Region) -> VersionCopy:
-        """Create the copy of a whole version that a trainer of this machine wrote."""
-        draft = unseal_manifest(manifest)
-        copy = cls(draft, slot, region, manifest.chunk_checksums, manifest.digest)
-        copy.have = bytearray(b"\1" * copy.num_chunks)
-        copy.num_have = copy.num_chunks
-        copy.complete = True
-        copy._manifest = manifest
-        return copy
 
     @property
     def version(self) -> int:
-        return self.draft.version
+        return self._manifest.version
 
-    def is_consistent_with(self, draft: Draft, checksums: Sequence[int], digest: str) -> bool:
-        """Return whether another process's description of this version is of the same bytes."""
-        same_hashes = (self._checksums, self.digest) == (list(checksums), digest)
-        return same_hashes and is_same_layout(self.draft, draft)
+    @property
+    def digest(self) -> str:
+        """The published digest."""
+        return self._manifest.digest
+
+    def get_manifest(self) -> Manifest:
+        return self._manifest
 
     def has_same_size(self, other: VersionCopy) -> bool:
         """Return whether size and type are equal, as a delta between the two needs."""
-        mine, theirs = self.draft, other.draft
+        mine, theirs = self._manifest, other.get_manifest()
         return (mine.total_bytes, mine.dtype) == (theirs.total_bytes, theirs.dtype)
 
     @property
     def front(self) -> int:
         """The number of leading bytes that are present and verified; thread-safe."""
         lacking = self.have.find(0)
-        return self.bounds[lacking] if lacking >= 0 else self.draft.total_bytes
+        return self.bounds[lacking] if lacking >= 0 else self.bounds[-1]
 
     @property
     def view(self) -> memoryview:
@@ -99,17 +82,14 @@ class VersionCopy:
         return self.region.slice_bytes(self.bounds[index], self.bounds[index + 1])
 
     def get_checksum(self, index: int) -> int:
-        return self._checksums[index]
-
-    def get_checksums(self) -> list[int]:
-        return list(self._checksums)
+        return self._manifest.chunk_checksums[index]
 
     def accept_chunk(self, index: int, checksum: int | None = None) -> bool:
         """Verify a chunk whose bytes are in place; return whether it counts from now on.
 
         `checksum` is the sender's claim, which must equal the published one.
         """
-        wanted = self._checksums[index]
+        wanted = self.get_checksum(index)
         found = xxhash.xxh3_64_intdigest(self.get_chunk(index).view)
         if found != wanted or (checksum is not None and checksum != wanted):
             return False
@@ -128,12 +108,6 @@ class VersionCopy:
     def get_computed_digest(self) -> str | None:
         """Return the xxh3_128 of the version, or None until all chunks are hashed."""
         return self._hasher.hexdigest() if self._num_hashed == self.num_chunks else None
-
-    def get_manifest(self) -> Manifest:
-        """Return the manifest of a complete version."""
-        if self._manifest is None:
-            self._manifest = seal_draft(self.draft, self.get_checksums(), self.digest)
-        return self._manifest
 
 
 def pack_have(have: Sequence[int]) -> bytes:

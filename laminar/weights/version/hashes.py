@@ -17,14 +17,12 @@ import xxhash
 
 from laminar.weights.version.chunking import usual_chunk_bytes
 from laminar.weights.version.manifest import (
-    Draft,
     Manifest,
     ManifestError,
     Probe,
     TensorSpec,
     check_tensors,
     chunk_bounds,
-    seal_draft,
 )
 
 Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
@@ -57,17 +55,20 @@ def build_manifest(
     a slot that is smaller than the version.
     """
     total = check_tensors(tensors)
-    draft = Draft(
+    chunk_bytes = chunk_bytes or usual_chunk_bytes(total)
+    checksums, digest = compute_checksums(view, total, chunk_bytes)
+    return Manifest(
         version=version,
         step=step,
         kind="full",
         dtype=tensors[0].dtype,
         total_bytes=total,
         tensors=tensors,
-        chunk_bytes=chunk_bytes or usual_chunk_bytes(total),
+        chunk_bytes=chunk_bytes,
         probe=probe,
+        chunk_checksums=tuple(checksums),
+        digest=digest,
     )
-    return seal_draft(draft, *compute_checksums(view, total, draft.chunk_bytes))
 
 
 def verify_weights(view: Bytes, manifest: Manifest) -> None:

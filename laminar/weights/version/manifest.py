@@ -1,14 +1,12 @@
 """Manifest of a weight version: its tensors, the layout of their bytes, and their hashes.
 
 Reads   names and shapes of parameters (Hugging Face names, in the order the trainer gives)
-Gives   TensorSpec, Probe, Draft, Manifest, as MessagePack; ManifestError otherwise
+Gives   TensorSpec, Probe, Manifest, as MessagePack; ManifestError otherwise
 
 Every manifest is consistent, since the checks run whenever one is built or decoded; readers can
 trust its offsets. Offsets are aligned to a cache line, so that a tensor of any type can be viewed
 in place. The probe is part of the manifest because a digest proves the bytes and not their effect:
 a tied head left packed has the correct digest and the wrong policy.
-
-A Draft is everything but the hashes. A relay offers it with the hashes in a compact form.
 """
 
 from __future__ import annotations
@@ -83,8 +81,8 @@ class Probe(Item, frozen=True, kw_only=True):
                 raise ManifestError(f"the probe's tolerance {limit} is not a positive number")
 
 
-class Draft(Item, frozen=True, kw_only=True):
-    """A version without its hashes; building or decoding an inconsistent one raises."""
+class Manifest(Item, frozen=True, kw_only=True):
+    """A complete version; building or decoding an inconsistent one raises."""
 
     version: Natural
     step: Natural  #: training step that made these weights
@@ -94,6 +92,8 @@ class Draft(Item, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]  #: ascending offsets
     chunk_bytes: Positive  #: size of the longest chunk
     probe: Probe | None
+    chunk_checksums: tuple[Natural, ...]  #: xxh3_64 of each chunk, see `chunk_bounds`
+    digest: Digest  #: xxh3_128 of all total_bytes, padding included
 
     def __post_init__(self) -> None:
         if self.kind == "adapter":
@@ -107,19 +107,8 @@ class Draft(Item, frozen=True, kw_only=True):
         count = count_chunks(self)
         if count > CHUNKS_MAX:
             raise ManifestError(f"{count} chunks are above the limit of {CHUNKS_MAX}")
-
-
-class Manifest(Draft, frozen=True, kw_only=True):
-    """A complete version; building or decoding an inconsistent one raises."""
-
-    chunk_checksums: tuple[Natural, ...]  #: xxh3_64 of each chunk, see `chunk_bounds`
-    digest: Digest  #: xxh3_128 of all total_bytes, padding included
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wanted = count_chunks(self)
-        if len(self.chunk_checksums) != wanted:
-            raise ManifestError(f"{len(self.chunk_checksums)} checksums for {wanted} chunks")
+        if len(self.chunk_checksums) != count:
+            raise ManifestError(f"{len(self.chunk_checksums)} checksums for {count} chunks")
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -179,33 +168,23 @@ def align_offset(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def count_chunks(draft: Draft) -> int:
+def count_chunks(manifest: Manifest) -> int:
     """Return the number of chunks in `chunk_bounds`, without building the list."""
-    return -(-draft.total_bytes // draft.chunk_bytes)
+    return -(-manifest.total_bytes // manifest.chunk_bytes)
 
 
-def chunk_bounds(draft: Draft) -> list[int]:
+def chunk_bounds(manifest: Manifest) -> list[int]:
     """Return the chunk offsets, then total_bytes: chunk i is bytes [bounds[i], bounds[i + 1]).
 
     All chunks have chunk_bytes, except for a shorter last one.
     """
-    return [*range(0, draft.total_bytes, draft.chunk_bytes), draft.total_bytes]
+    end = manifest.total_bytes
+    return [*range(0, end, manifest.chunk_bytes), end]
 
 
-def is_same_layout(a: Draft, b: Draft) -> bool:
-    """Return whether both have the same layout; the probes of two publishers may differ."""
+def have_same_bytes(a: Manifest, b: Manifest) -> bool:
+    """Return whether both describe the same bytes; the probes of two publishers may differ."""
     return msgspec.structs.replace(a, probe=None) == msgspec.structs.replace(b, probe=None)
-
-
-def seal_draft(draft: Draft, chunk_checksums: Iterable[int], digest: str) -> Manifest:
-    """Add the hashes to a draft whose bytes are now all in one place."""
-    fields = {name: getattr(draft, name) for name in Draft.__struct_fields__}
-    return Manifest(**fields, chunk_checksums=tuple(chunk_checksums), digest=digest)
-
-
-def unseal_manifest(manifest: Manifest) -> Draft:
-    """Return the manifest without its hashes."""
-    return Draft(**{name: getattr(manifest, name) for name in Draft.__struct_fields__})
 
 
 def encode(manifest: Manifest) -> bytes:

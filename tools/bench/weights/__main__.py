@@ -49,7 +49,7 @@ import numpy as np
 import xxhash
 
 from laminar.actors.system.warm import COPY_TUNABLE
-from laminar.weights.version.chunking import CHUNK_BYTES_MIN, estimate_broadcast_s
+from laminar.weights.version.chunking import CHUNK_BYTES_MIN
 from tools.bench.weights import network as net
 from tools.bench.weights.hop import Hop, buffers
 from tools.bench.weights.ranks import layout, ranks_rounds
@@ -266,7 +266,7 @@ def _compared(
 def _formula(relays: int, size: int, hop_s: float) -> float:
     """Return the seconds by the paper's formula, with no cost per chunk."""
     chunks = -(-size // CHUNK)
-    return round(estimate_broadcast_s(relays + 1, chunks, size, hop_s / size, 0.0), 4)
+    return round((relays + chunks - 1) * hop_s / chunks, 4)
 
 
 def fetch(scale: Scale) -> Iterator[Figure]:

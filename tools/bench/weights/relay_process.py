@@ -10,7 +10,6 @@ version.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import multiprocessing as mp
 import os
@@ -33,6 +32,7 @@ from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version import copy
 from laminar.weights.version import manifest as mf
+from laminar.weights.version.hashes import compute_checksums
 
 RUN = "bench"
 KEY = b"the key of the run"
@@ -50,17 +50,21 @@ class Happened:
     report: Report
 
 
-def draft(version: int, total_bytes: int, chunk_bytes: int) -> mf.Draft:
-    """Return a draft of one bfloat16 tensor."""
-    return mf.Draft(
+def describe(version: int, content: Any, chunk_bytes: int, digest: str = "") -> mf.Manifest:
+    """Return the manifest of this content as one bfloat16 tensor."""
+    view = np.frombuffer(content, np.uint8)
+    checksums, found = compute_checksums(view, view.nbytes, chunk_bytes)
+    return mf.Manifest(
         version=version,
         step=version,
         kind="full",
         dtype="bfloat16",
-        total_bytes=total_bytes,
-        tensors=mf.make_layout([("weights", (total_bytes // 2,))], "bfloat16"),
+        total_bytes=view.nbytes,
+        tensors=mf.make_layout([("weights", (view.nbytes // 2,))], "bfloat16"),
         chunk_bytes=chunk_bytes,
         probe=None,
+        chunk_checksums=tuple(checksums),
+        digest=digest or found,
     )
 
 
@@ -303,10 +307,7 @@ class _Stub:
     def do_publish(self, version: int, chunk_bytes: int) -> tuple[str, float]:
         slot = self._filled("trainer", version)
         view = memoryview(self.memory[slot])
-        like = draft(version, view.nbytes, chunk_bytes)
-        bounds = mf.chunk_bounds(like)
-        sums = [xxhash.xxh3_64_intdigest(view[a:b]) for a, b in itertools.pairwise(bounds)]
-        manifest = mf.seal_draft(like, sums, digest_of(view))
+        manifest = describe(version, view, chunk_bytes)
         self.slots.commit(slot, "trainer", version)
         at = time.monotonic()
         self.plane.publish_version(manifest, slot)
