@@ -20,6 +20,7 @@ time_S, steps_S   until the score is S; null: not within STEPS_MAX
 trainer_idle      share of the time; like all following figures until the end of the run
 slots_used        share of the time of the slots
 staleness         mean in steps, of a response by its oldest weights; token_staleness: of a token
+left_out          samples that the learner takes for those of other weights: false alarms here
 """
 
 from __future__ import annotations
