@@ -196,7 +196,7 @@ def _draw_orders(facts: Facts, trace: Trace, reports: Reports) -> list[Span]:
     work = []
     for kind, report in WORK.items():
         orders = facts.rows("decisions", type=kind)
-        for row, following in zip(orders, [*orders[1:], Row()], strict=True):
+        for row, following in zip(orders, [*orders[1:], Row()], strict=False):
             fields, receiver = json.loads(row["fields"]), row["receiver"]
             begin = _get_time(row, "time")
             version, name = fields["version"], f"{kind.partition('-')[0]} v{fields['version']}"

@@ -47,6 +47,7 @@ from laminar.eventlog.snapshot import Snapshot, encode_snapshot, format_name, pa
 from laminar.events.base import Stamped
 from laminar.events.events import ALL_EVENTS
 from laminar.run.directory import FACTS_DIR, STORE_FILE
+from laminar.run.renames import rename
 from laminar.storage import books
 
 _decode_event = msgspec.json.Decoder(reduce(or_, ALL_EVENTS)).decode
@@ -243,7 +244,7 @@ def _build_facts(log: RunLog, directory: Path, progress: Progress | None) -> Fac
             builder.keep_state(replay.state, end, 1.0)
         header = builder.finish(begins_at, end)
         shutil.rmtree(directory, ignore_errors=True)
-        new.rename(directory)
+        rename(new, directory, durable=False)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return Facts(log.run_dir, directory, header)

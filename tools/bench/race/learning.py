@@ -34,9 +34,10 @@ from laminar.tasks.data.tokenizer import end_ids, get_tokenizer_size, load_token
 from laminar.tasks.rewards.results import RewardCall, is_correct
 from laminar.tasks.rewards.reward_functions import open_scorer, reward_spec
 from laminar.training.learner import Learner
-from laminar.training.model.policy import load_policy, named_weights
+from laminar.training.model.policy import load_policy
 from laminar.training.steps import TrainSample
 from tools.bench.race.schedule import GROUPS, SIBLINGS, Batch, Cell, RaceWorld, Response
+from tools.kit.one_process import named_weights
 
 CONFIG = Path("configs/recipes/words/run.toml")
 STEPS_MAX = 60
