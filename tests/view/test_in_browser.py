@@ -1,11 +1,7 @@
-"""The page in headless Chromium, of a finished and of a live run: each tab, a click, the slider.
-
-Set LAMINAR_PICTURES to a directory to have a picture of each tab written there.
-"""
+"""The page in headless Chromium, of a finished and of a live run: each tab, a click, the slider."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -38,8 +34,6 @@ CONTENT = ("weight versions", "outstanding commands", "steps in", "tokens, by ve
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if given := os.environ.get("LAMINAR_PICTURES_OF"):
-        return Path(given)
     run = tmp_path_factory.mktemp("view") / "words"
     make_run(run, world_log())
     settings = {"rollout.engine": "emulated", "data.dataset": "gcd"}
@@ -86,12 +80,6 @@ def open_tab(page: Any, name: str) -> None:
     page.get_by_text(CONTENT[TABS.index(name)]).first.wait_for()
 
 
-def save_picture(page: Any, name: str) -> None:
-    if directory := os.environ.get("LAMINAR_PICTURES"):
-        page.wait_for_timeout(4_000)
-        page.screenshot(path=Path(directory) / f"view-{name.lower().replace(' ', '-')}.png")
-
-
 def read_event(page: Any) -> int:
     """The event that the address names, once it names one."""
     page.wait_for_url(re.compile(r"event=\d+"))
@@ -116,11 +104,14 @@ def test_a_finished_run(finished: Path) -> None:
             open_tab(page, name)
         open_tab(page, "Timeline")
         click_bars(page)
-        page.get_by_text("Open this moment").click()
-        page.get_by_text("Who waits for whom").first.wait_for()
-        before = read_event(page)
+        button = page.get_by_text("Open this moment")
+        found = re.search(r"#(\d+)", button.inner_text())
+        assert found
+        before = int(found[1])
+        button.click()
+        page.wait_for_url(re.compile(f"event={before}$"))
         page.get_by_role("button", name="+1", exact=True).click()
-        page.wait_for_url(re.compile(f"event={before + 1}"))
+        page.wait_for_url(re.compile(f"event={before + 1}$"))
         page.goto(re.sub(r"event=\d+", "event=9", page.url), timeout=WAIT_MS)
         page.get_by_text("#9 at").first.wait_for()
 
@@ -144,12 +135,3 @@ def test_a_live_run_grows_on_the_page(finished: Path, tmp_path: Path) -> None:
         assert read_event(page) > early
         for name in TABS:
             open_tab(page, name)
-
-
-def test_pictures_of_a_run(finished: Path) -> None:
-    if not os.environ.get("LAMINAR_PICTURES"):
-        pytest.skip("LAMINAR_PICTURES is not set")
-    with browsed(finished) as page:
-        for name in TABS:
-            open_tab(page, name)
-            save_picture(page, name)
