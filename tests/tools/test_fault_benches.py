@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
+from tools.bench import soak
 from tools.bench.ettr import compute_ratio
 from tools.bench.kills.__main__ import list_faults
 from tools.bench.kills.killed_run import draw_plan
-from tools.bench.soak import BLOCK_S, BLOCKS_MIN, SAMPLE_S, WARM_S, fit_slope
+from tools.bench.soak import BLOCK_S, BLOCKS_MIN, SAMPLE_S, WARM_S, Samples, fit_slope
 
 ROLES = ("trainer", "store", "coordinator", "rollout")
 
@@ -56,3 +61,20 @@ def test_growth_is_told_from_warm_up_noise_and_less_than_a_percent(
 
 def test_a_process_that_lived_too_short_has_no_slope() -> None:
     assert fit_slope(*samples(9.0, 0.0, (BLOCKS_MIN - 1) * BLOCK_S / 60)) is None
+
+
+def test_a_sample_has_the_resources_of_each_process_and_the_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    samples: Samples = defaultdict(list)
+    end = threading.Event()
+    monkeypatch.setattr(soak, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(soak.kills, "find_pids", lambda run_dir: {"me": os.getpid()})
+    monkeypatch.setattr(soak, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "laminar-mine-0").write_bytes(bytes(1 << 20))
+    waits = iter((False, True))
+    monkeypatch.setattr(end, "wait", lambda seconds: next(waits))
+    soak.sample(Path("mine"), samples, end)
+    assert set(samples) == {("me", os.getpid()), ("run", 0)}
+    assert all(value > 0 for rows in samples.values() for value in rows[0][1:])
+    assert samples["run", 0][0][1] == 1.0

@@ -38,9 +38,8 @@ from tools.kit.real_run import Run, check, print_lines
 EMULATED = "configs/emulated_256.toml"
 SMALL = (
     "run.nodes=4", "rollout.replicas=16", "emulation.replicas_per_process=16", "data.val_size=0",
-    "data.train_batch_size=16", "data.max_response_length=512", "emulation.median_response=50",
-    "emulation.step_us=60000", "emulation.train_s=4", "emulation.weights_mb=1",
-    "coordinator.lease_ms=5000",
+    "data.train_batch_size=16", "data.max_response_length=256", "emulation.median_response=25",
+    "emulation.step_us=120000", "emulation.train_s=3", "emulation.weights_mb=1",
 )  # fmt: skip
 """64 replicas with steps of seconds."""
 SCALED = (

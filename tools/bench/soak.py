@@ -41,8 +41,8 @@ BLOCKS_MIN = 6  #: minutes after the warm-up that a process must have lived
 GROWTH_MAX = 0.01  #: share of the mean, an hour
 T_MAX = 3.5
 RESOURCES = ("rss", "fds", "threads")
-ENDLESS = ("trainer.total_training_steps=100000", "data.dataset_size=1000000")
-Samples = dict[tuple[str, int], list[tuple[float, ...]]]
+ENDLESS = ("trainer.total_training_steps=100000",)
+Samples = defaultdict[tuple[str, int], list[tuple[float, ...]]]
 
 
 class Slope(NamedTuple):
@@ -109,7 +109,8 @@ def find_slopes(samples: Samples) -> Iterator[dict[str, Any]]:
 def soak(run_dir: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Make the run; return a line per process and one for all. Raise BadRun if it fails."""
     chance, faults, ready, load = random.Random(args.seed), 0, 0, list[float]()
-    samples, end = Samples(defaultdict(list)), threading.Event()
+    samples: Samples = defaultdict(list)
+    end = threading.Event()
     with Run(run_dir, args.config, (*args.settings, *ENDLESS)) as training:
         training.until_step(1)
         injector = kills.Injector(training, chance)
