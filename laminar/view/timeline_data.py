@@ -24,8 +24,9 @@ from laminar.view.colours import find_state_colour, mix_states, version_colour, 
 
 BARS_MAX = 4_000  #: most bars that are drawn one by one
 LANES_MAX = 60  #: most rows of which bars are drawn one by one
-COLUMNS, ROWS = 360, 256  #: most cells of a part
+COLUMNS, ROWS = 300, 192  #: most cells of a part
 LINES_MAX, NAMES_MAX = 120, 40  #: most publishes and arcs; most rows that are named
+NO_STATE = 255
 LABEL = 0.03  #: of the width, for the name of a version
 MARGIN = 0.12  #: of a row above and below its bars
 ORDER = {"trainer": 0, "rollout": 1, "agent": 2, "relay": 3}  #: of the roles that have rows
@@ -83,7 +84,7 @@ class Cells(NamedTuple):
     colour: NDArray[np.uint32]  #: RGBA
     running: NDArray[np.float32]
     version: NDArray[np.float32]
-    state: NDArray[np.int32]
+    state: NDArray[np.uint8]  #: code; NO_STATE: none
 
 
 class Drawing(NamedTuple):
@@ -297,7 +298,7 @@ def _fill_cells(
         mix_states(timeline.states, shares, version_colours(version), running / full[:, None]),
         running.astype(np.float32),
         version.astype(np.float32),
-        np.where(shares.sum(axis=0) > 0, shares.argmax(axis=0), -1).astype(np.int32),
+        np.where(shares.sum(axis=0) > 0, shares.argmax(axis=0), NO_STATE).astype(np.uint8),
     )
 
 
