@@ -57,7 +57,7 @@ class MomentTab:
         )
 
     def show(self, event: int) -> None:
-        """Move to an event, or to the nearest one that there is."""
+        """Move to an event, or to the nearest one of the log."""
         self._wanted = min(max(event, self._slider.start), self._slider.end)
         self._slider.value = self._wanted
         pn.state.execute(self._load, schedule=True)
