@@ -13,6 +13,7 @@ from laminar.analysis.facts.happening import Add, Happening, Row
 from laminar.analysis.log.event_clock import EventClock, Moment
 from laminar.core.state.members import ActorState
 from laminar.core.state.process_failures import ProcessFailures
+from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR
 from laminar.names.roles import Role
@@ -49,6 +50,8 @@ class ProcessFacts:
             return
         if isinstance(at.event, ev.CoordinatorStarted):
             self._begin_coordinator(at)
+        if at.state.run.phase == Phase.ENDED and COORDINATOR in self._lives:
+            self._lives[COORDINATOR].ended = self._lives[COORDINATOR].ended or at.now
         for name, actor in at.state.members.actors.items():
             self._follow_actor(at, name, actor)
         for name, reason in self._losses.why.items():
