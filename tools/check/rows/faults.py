@@ -72,7 +72,10 @@ def kill_roles(gate: Gate) -> Figure:
 def fail_calls(gate: Gate) -> Figure:
     if not shutil.which("strace"):
         return Figure("skipped: the command strace is missing (package strace)", True)
-    runs = [strike("disk", Role.COORDINATOR, each=DEATHS) for _ in range({"pr": 1}.get(gate, 15))]
+    runs = [
+        strike("disk", Role.COORDINATOR, each=DEATHS, rate=0.2)
+        for _ in range({"pr": 1}.get(gate, 15))
+    ]
     points = sum(len(passed.kills) for passed, _ in runs)
     what = "writes and syncs of the log failed (EIO, ENOSPC) or were the last (SIGKILL)"
     return Figure(f"{points} {what}; 0 acknowledged lost: books agree, log replays", True)
@@ -81,7 +84,7 @@ def fail_calls(gate: Gate) -> Figure:
 def restart_coordinator(gate: Gate) -> Figure:
     took_s, events = [], 0
     for _ in range({"pr": 1}.get(gate, 5)):
-        passed, _ = strike("kill", Role.COORDINATOR, each=DEATHS // 2)
+        passed, _ = strike("kill", Role.COORDINATOR, each=DEATHS // 2, rate=0.2)
         log = passed.log
         events, times = max(events, len(log.events)), {told.seq: told.at_ns for told in log.events}
         for kill in passed.kills:
