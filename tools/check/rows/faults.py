@@ -11,6 +11,7 @@ retrained from it, and leave no process, lock or shared memory (tools/bench/kill
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import tempfile
@@ -53,7 +54,7 @@ def strike(
     order = [(kind, role) for kind in kinds.split(",") for role in roles for _ in range(each)]
     random.Random(seed).shuffle(order)
     with tempfile.TemporaryDirectory() as directory:
-        run_dir = Path(directory) / "faults"
+        run_dir = Path(directory) / f"faults{os.getpid()}"  # alone in /dev/shm
         passed = kills.run(run_dir, run[0], run[1:], order, seed, drained=True, rate=rate)
         return passed, [sampled(run_dir, kill, max(kill.lasted_s, 5.0)) for kill in passed.kills]
 
@@ -133,7 +134,7 @@ def bound_memory(gate: Gate) -> Figure:
         seed=0,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
-        *lines, total = soak.soak(Path(directory) / "soak", args)
+        *lines, total = soak.soak(Path(directory) / f"soak{os.getpid()}", args)
     most, limit = total["groups_ready"], BATCHES * 4
     said = f"{MINUTES[gate]:g} min, {total['faults']} faults: "
     if gate == "pr":
