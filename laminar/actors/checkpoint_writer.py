@@ -101,8 +101,8 @@ class CheckpointWriter:
 
     async def resume_from(self, resume: ResumeState, kept: Collection[int]) -> None:
         """Continue from this checkpoint; remove those whose versions are not `kept`."""
-        self.save_often()
         self._before, self._batches = resume.digest, []
+        self.save_often()
         found = sorted((await self.find_checkpoints()).items(), key=lambda item: item[1].step)
         self._kept = {r.version: directory for directory, r in found if r.version in kept}
         self._steps = {r.version: r.step for _, r in found}

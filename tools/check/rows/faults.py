@@ -11,6 +11,7 @@ retrained from it, and leave no process, lock or shared memory (tools/bench/kill
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import tempfile
@@ -53,7 +54,7 @@ def strike(
     order = [(kind, role) for kind in kinds.split(",") for role in roles for _ in range(each)]
     random.Random(seed).shuffle(order)
     with tempfile.TemporaryDirectory() as directory:
-        run_dir = Path(directory) / "faults"
+        run_dir = Path(directory) / f"faults{os.getpid()}"  # alone in /dev/shm
         passed = kills.run(run_dir, run[0], run[1:], order, seed, drained=True, rate=rate)
         return passed, [sampled(run_dir, kill, max(kill.lasted_s, 5.0)) for kill in passed.kills]
 
@@ -72,7 +73,10 @@ def kill_roles(gate: Gate) -> Figure:
 def fail_calls(gate: Gate) -> Figure:
     if not shutil.which("strace"):
         return Figure("skipped: the command strace is missing (package strace)", True)
-    runs = [strike("disk", Role.COORDINATOR, each=DEATHS) for _ in range({"pr": 1}.get(gate, 15))]
+    runs = [
+        strike("disk", Role.COORDINATOR, each=DEATHS, rate=0.2)
+        for _ in range({"pr": 1}.get(gate, 15))
+    ]
     points = sum(len(passed.kills) for passed, _ in runs)
     what = "writes and syncs of the log failed (EIO, ENOSPC) or were the last (SIGKILL)"
     return Figure(f"{points} {what}; 0 acknowledged lost: books agree, log replays", True)
@@ -81,7 +85,7 @@ def fail_calls(gate: Gate) -> Figure:
 def restart_coordinator(gate: Gate) -> Figure:
     took_s, events = [], 0
     for _ in range({"pr": 1}.get(gate, 5)):
-        passed, _ = strike("kill", Role.COORDINATOR, each=DEATHS // 2)
+        passed, _ = strike("kill", Role.COORDINATOR, each=DEATHS // 2, rate=0.2)
         log = passed.log
         events, times = max(events, len(log.events)), {told.seq: told.at_ns for told in log.events}
         for kill in passed.kills:
@@ -130,7 +134,7 @@ def bound_memory(gate: Gate) -> Figure:
         seed=0,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as directory:
-        *lines, total = soak.soak(Path(directory) / "soak", args)
+        *lines, total = soak.soak(Path(directory) / f"soak{os.getpid()}", args)
     most, limit = total["groups_ready"], BATCHES * 4
     said = f"{MINUTES[gate]:g} min, {total['faults']} faults: "
     if gate == "pr":
