@@ -13,6 +13,7 @@ from typing import Any
 from laminar.analysis.facts.trajectory_history import Change
 from laminar.analysis.log.display import display_fields
 from laminar.analysis.log.event_clock import EventClock
+from laminar.core.state.keys import TimerKind
 from laminar.core.state.state import State
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
@@ -31,6 +32,20 @@ FREQUENT_EVENTS = (
     ev.WeightsLoaded,
 )
 """Events that change no process, and no replica but those that they, or their commands, name."""
+
+STEADY_EVENTS = (
+    *FREQUENT_EVENTS,
+    ev.TrajectoriesReleased,
+    ev.StepCompleted,
+    ev.WeightsPublished,
+    ev.WeightsReceived,
+    ev.RelayLinked,
+    ev.TransferProblem,
+    ev.CheckpointSaved,
+)
+"""Events that begin and end no process, and change no relay but the one that reports them."""
+
+STEADY_TIMERS = (TimerKind.REPACK, TimerKind.PROGRESS, TimerKind.RESUME, TimerKind.BATCH_TIMEOUT)
 
 NAMING_FIELDS = (
     "trajectory", "actor", "name", "node", "timer", "version", "step", "code", "reason",
@@ -53,11 +68,19 @@ class Happening:
         self.commands, self.state, self.changes = commands, state, changes
         self.seconds = clock.seconds_since_start(clock.now)
         self.is_frequent = isinstance(stamped.event, FREQUENT_EVENTS)
+        self.is_steady = _is_steady(stamped.event)
 
     @cached_property
     def cause(self) -> str:
         """Description of the event by its naming fields and its sender."""
         return describe_event(self.stamped)
+
+
+def _is_steady(event: Event) -> bool:
+    """Return whether an event begins and ends no process."""
+    if isinstance(event, ev.TimerFired):
+        return event.timer.partition(":")[0] in STEADY_TIMERS
+    return isinstance(event, STEADY_EVENTS)
 
 
 def describe_event(stamped: Stamped) -> str:

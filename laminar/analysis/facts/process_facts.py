@@ -46,7 +46,7 @@ class ProcessFacts:
 
     def record(self, at: Happening) -> None:
         self._losses.record_event(at.stamped, at.commands)
-        if at.is_frequent:
+        if at.is_steady and at.state.run.phase != Phase.ENDED:
             return
         if isinstance(at.event, ev.CoordinatorStarted):
             self._begin_coordinator(at)

@@ -23,12 +23,14 @@ from laminar.core.scheduling.admission import (
 from laminar.core.state import keys
 from laminar.core.state.indexes import indexes_of
 from laminar.core.state.members import Replica
-from laminar.core.state.replica_index import Kind
+from laminar.core.state.replica_index import Kind, Load
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events import events as ev
 
 BUSY = "busy"
+BOUND = NotAdmittedReason.STALENESS_BOUND
+_Filed = tuple[Kind, Load]
 Condition = tuple[str, str]
 """Process, or an empty string for the run, and the name of the condition."""
 
@@ -55,7 +57,9 @@ class ReplicaFacts:
         self._spells: dict[str, _Spell] = {}  #: by replica that was ever ready
         self._busy: set[str] = set()  #: live replicas that run something
         self._reasons: dict[Kind, NotAdmittedReason | None] = {}  #: why they take no new group
-        self._seen: tuple[int, str] = (-1, "")  #: batches chosen, phase
+        self._filed: dict[str, _Filed | None] = {}  #: inputs of those reasons, by replica
+        self._chosen = -1  #: batches
+        self._phase = ""
         self._held: dict[str, frozenset[Condition]] = {}  #: conditions by owner
         self._since: dict[Condition, tuple[float, int]] = {}
 
@@ -68,17 +72,29 @@ class ReplicaFacts:
             kind: find_not_admitted_reason(state, index.replicas[next(iter(loads.values()))[0]])
             for kind, loads in index.kinds.items()
         }
-        seen = (state.steps.chosen, state.run.phase)
-        changed = any(self._reasons.get(kind, why) != why for kind, why in reasons.items())
-        general = not at.is_frequent or changed or seen != self._seen
-        self._reasons, self._seen = reasons, seen
-        names = self._spells.keys() | state.members.replicas.keys() if general else _named_by(at)
-        for name in names:
+        changed = {k for k, why in reasons.items() if self._reasons.get(k, why) != why}
+        general = not at.is_frequent or changed or state.steps.chosen != self._chosen
+        names = self._find_changed(state, changed) if general else {}
+        self._reasons, self._chosen = reasons, state.steps.chosen
+        for name in {**names, **dict.fromkeys(_named_by(at))}:
             if name in state.members.replicas or name in self._spells:
+                self._filed[name] = index.filed.get(name)
                 self._update_replica(at, name)
-        if general:
+        if not at.is_steady or state.run.phase != self._phase:
+            self._phase = state.run.phase
             self._update_live(at)
         self._set_held(at, "", self._list_of_run(state))
+
+    def _find_changed(self, state: State, kinds: set[Kind]) -> dict[str, None]:
+        """Return the replicas whose inputs, or the reasons of whose kind, have changed."""
+        filed, chosen = indexes_of(state).replicas.filed, state.steps.chosen != self._chosen
+        found = {}
+        for name in {**self._spells, **state.members.replicas}:
+            now = filed.get(name)
+            bound = chosen and name in self._spells and self._spells[name].state == BOUND
+            if bound or now != self._filed.get(name) or (now is not None and now[0] in kinds):
+                found[name] = None
+        return found
 
     def list_open(self) -> Iterator[tuple[str, Row]]:
         for name, spell in self._spells.items():
@@ -110,7 +126,7 @@ class ReplicaFacts:
             what, mark = BUSY, replica.version
         else:
             what = idle_reason(state, replica)
-            mark = state.steps.chosen if what == NotAdmittedReason.STALENESS_BOUND else 0
+            mark = state.steps.chosen if what == BOUND else 0
             if what == PULLING:
                 mark = state.orders.commands[keys.pull_key(name)].cause
         last = self._spells.get(name)

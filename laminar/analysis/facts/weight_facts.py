@@ -6,7 +6,7 @@ Gives   WeightFacts, a part of the collector
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from laminar.analysis.facts.happening import Add, Happening, Row
@@ -42,7 +42,9 @@ class WeightFacts:
 
     def record(self, at: Happening) -> None:
         if not at.is_frequent:
-            self._record_held(at)
+            relays = at.state.members.relays
+            gone = [name for name in self._held if name not in relays]
+            self._record_held(at, [at.stamped.peer] if at.is_steady else [*gone, *relays])
         self._record_loads(at)
 
     def list_open(self) -> Iterator[tuple[str, Row]]:
@@ -52,9 +54,10 @@ class WeightFacts:
         for load in self._loads.values():
             yield "loads", self._load_row(load)
 
-    def _record_held(self, at: Happening) -> None:
+    def _record_held(self, at: Happening, names: Iterable[str]) -> None:
+        """Record what these relays have received and evicted."""
         relays = at.state.members.relays
-        for name in [*(name for name in self._held if name not in relays), *relays]:
+        for name in names:
             held = self._held.setdefault(name, {})
             now = relays[name].held if name in relays else []
             for version in [v for v in held if v not in now]:
