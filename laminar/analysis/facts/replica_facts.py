@@ -88,7 +88,7 @@ class ReplicaFacts:
     def _find_changed(self, state: State, kinds: set[Kind]) -> dict[str, None]:
         """Return the replicas whose inputs, or the reasons of whose kind, have changed."""
         filed, chosen = indexes_of(state).replicas.filed, state.steps.chosen != self._chosen
-        found = {}
+        found: dict[str, None] = {}
         for name in {**self._spells, **state.members.replicas}:
             now = filed.get(name)
             bound = chosen and name in self._spells and self._spells[name].state == BOUND
