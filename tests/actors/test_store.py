@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import cast
-from unittest.mock import AsyncMock
 
 import msgspec
 import pytest_asyncio
@@ -132,19 +131,6 @@ async def test_another_store_process_does_not_tokenise_again(run: Run) -> None:
     assert await again.open(1, placement=2) == [ids(1)]
     assert again.prompts.asked == []
     await again.client.close(0.0)
-    await again.store.stop()
-
-
-async def test_a_store_filled_under_the_earlier_rule_keeps_its_rows(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    await run.store.start()
-    await run.store.stop()
-    again, before = Run(tmp_path), await run.prompts.load()
-    found = before._replace(digest="new", earlier=before._replace(overlap=7))
-    again.prompts.load = AsyncMock(return_value=found)  # type: ignore[method-assign]
-    await again.store.start()
-    loaded = [e for e in again.host.events if isinstance(e, ev.DataLoaded)]
-    assert [(e.digest, e.overlap) for e in loaded] == [("d", 7)]
     await again.store.stop()
 
 

@@ -195,7 +195,17 @@ def _build_header(collector: FactCollector, begins_at: int, end: Takeover | None
 
 
 def load_facts(run_dir: Path, progress: Progress | None = None) -> Facts:
-    """Return the facts of the log as it is now; build them if there are none, or older ones."""
+    """Return the facts of the log as it is now; build them if there are none, or older ones.
+
+    Where they cannot be written, as on a full disk, they are kept in memory."""
+    try:
+        return _load_files(run_dir, progress)
+    except OSError:
+        return LiveFacts(run_dir, progress)
+
+
+def _load_files(run_dir: Path, progress: Progress | None = None) -> Facts:
+    """Return facts from files; raise OSError if they have to be built and cannot be written."""
     log = RunLog(run_dir)
     for directory in _list_places(run_dir):
         header = _read_header(directory)
@@ -206,7 +216,7 @@ def load_facts(run_dir: Path, progress: Progress | None = None) -> Facts:
             return _build_facts(log, directory, progress)
         except OSError as error:
             failed = error
-    raise ConfigError(f"the facts of {run_dir} cannot be written: {failed}") from failed
+    raise failed
 
 
 def _list_places(run_dir: Path) -> Iterator[Path]:
@@ -275,13 +285,19 @@ class LiveFacts(Facts):
         if name == CALLS:
             return super()._select(name, columns, rows)
         if name in NOT_FOLLOWED:
-            return load_facts(self.run_dir)._select(name, columns, rows)
+            return self._load_files()._select(name, columns, rows)
         if self._rows[name]:
             self._batches[name].append(build_batch(name, self._rows[name]))
             self._rows[name] = []
         unfinished = build_batch(name, self._open.get(name, ()))
         found = pa.Table.from_batches([*self._batches[name], unfinished], SCHEMAS[name])
         return _select_rows(found, columns, rows)
+
+    def _load_files(self) -> Facts:
+        try:
+            return _load_files(self.run_dir)
+        except OSError as error:
+            raise ConfigError(f"the facts of {self.run_dir} cannot be written: {error}") from error
 
     @property
     def state(self) -> State:
