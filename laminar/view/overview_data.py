@@ -35,14 +35,14 @@ class Curve(NamedTuple):
 def list_curves(tables: Tables) -> list[Curve]:
     """Return the curves of the overview."""
     tests = tables("evaluations").select(["step", "share"]).to_pylist()
-    age = "training/off_policy/trajectory_staleness/mean"
+    age, figures = "training/off_policy/trajectory_staleness/mean", _list_figures(tables)
     return [
-        _read_metric(tables, "reward, mean of the batch", "reward/mean"),
+        _read_metric(figures, "reward, mean of the batch", "reward/mean"),
         Curve(
             "evaluation, share correct",
             [(r["step"], r["share"]) for r in tests if r["share"] is not None],
         ),
-        _read_metric(tables, "staleness, mean steps", age, "staleness/token_mean"),
+        _read_metric(figures, "staleness, mean steps", age, "staleness/token_mean"),
         Curve("trained tokens per second", _compute_rates(tables)),
     ]
 
@@ -50,10 +50,11 @@ def list_curves(tables: Tables) -> list[Curve]:
 def list_health_curves(tables: Tables) -> list[Curve]:
     """Return the mismatch of engines and trainer, its memory, and the use of the caches."""
     memory = ("perf/max_memory_allocated_gb", "perf/max_resident_gb")
+    figures = _list_figures(tables)
     return [
-        _read_metric(tables, "mismatch KL per token", "mismatch_kl/mean"),
-        _read_metric(tables, "memory of the trainer, GB", *memory),
-        _read_metric(tables, "gradient norm", "actor/grad_norm"),
+        _read_metric(figures, "mismatch KL per token", "mismatch_kl/mean"),
+        _read_metric(figures, "memory of the trainer, GB", *memory),
+        _read_metric(figures, "gradient norm", "actor/grad_norm"),
         Curve("KV cache in use, mean of replicas, over the seconds", _read_cache_use(tables)),
     ]
 
@@ -122,12 +123,17 @@ def _describe_phase(state: State, is_done: bool) -> str:
     return "Paused" if state.run.paused else "Complete" if is_done else "Stopped"
 
 
-def _read_metric(tables: Tables, title: str, *names: str) -> Curve:
+def _list_figures(tables: Tables) -> list[tuple[int, dict[str, float]]]:
+    """Return the figures of each step, in order."""
+    rows = tables("steps").select(["step", "metrics"]).sort_by("step").to_pylist()
+    return [(row["step"], json.loads(row["metrics"] or "{}")) for row in rows]
+
+
+def _read_metric(steps: list[tuple[int, dict[str, float]]], title: str, *names: str) -> Curve:
     """Return a figure of the steps: the first of these names that a step has."""
-    points = []
-    for row in tables("steps").select(["step", "metrics"]).sort_by("step").to_pylist():
-        figures = json.loads(row["metrics"] or "{}")
-        points += [(row["step"], figures[name]) for name in names if name in figures][:1]
+    points: Points = []
+    for step, figures in steps:
+        points += [(step, figures[name]) for name in names if name in figures][:1]
     return Curve(title, points)
 
 

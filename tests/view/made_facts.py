@@ -7,15 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from laminar.analysis.facts.tables import TABLES
-
-KINDS = {
-    "int": pa.int64(),
-    "float": pa.float64(),
-    "text": pa.string(),
-    "bool": pa.bool_(),
-    "texts": pa.list_(pa.string()),
-}
+from laminar.analysis.facts.writer import SCHEMAS
 
 
 class MadeFacts:
@@ -25,13 +17,7 @@ class MadeFacts:
         self._rows = rows
 
     def table(self, name: str) -> pa.Table:
-        rows = self._rows.get(name, ())
-        return pa.table(
-            {
-                column.name: pa.array([row.get(column.name) for row in rows], KINDS[column.kind])
-                for column in TABLES[name].columns
-            }
-        )
+        return pa.Table.from_pylist(list(self._rows.get(name, ())), SCHEMAS[name])
 
 
 def make_facts(replicas: int = 4, stays: int = 40, slots: int = 8, steps: int = 5) -> MadeFacts:

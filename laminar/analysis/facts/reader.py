@@ -37,7 +37,7 @@ from laminar.analysis.facts.collector import FactCollector
 from laminar.analysis.facts.happening import Row
 from laminar.analysis.facts.tables import FACTS_VERSION, TABLES
 from laminar.analysis.facts.writer import CALLS, SCHEMAS, TableWriter, build_batch, get_table_path
-from laminar.analysis.log.run_log import RunLog
+from laminar.analysis.log.run_log import GrowingReplay, KeepState, RunLog
 from laminar.config import ConfigError
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import State
@@ -148,9 +148,8 @@ class Facts:
         kept = sorted(int(name.split("-")[1].removesuffix(".bin")) for name in names)
         for seq in reversed([seq for seq in kept if seq <= event]):
             path = self.directory / f"{format_name(seq)}{STATE_SUFFIX}"
-            with suppress(OSError, zstandard.ZstdError):
-                found = parse_snapshot(zstandard.decompress(path.read_bytes()), seq)
-                if isinstance(found, Snapshot):
+            with suppress(OSError):
+                if found := _unpack_state(path.read_bytes(), seq):
                     return found
         return None
 
@@ -169,7 +168,7 @@ class _Builder:
         self.collector = FactCollector(self.tables.add)
 
     def keep_state(self, state: State, place: Takeover, share: float) -> None:
-        data = zstandard.compress(encode_snapshot(state, place))
+        data = _pack_state(state, place)
         (self.directory / f"{format_name(state.seq)}{STATE_SUFFIX}").write_bytes(data)
         if self._progress is not None:
             self._progress(state.seq, share)
@@ -245,19 +244,37 @@ def _build_facts(log: RunLog, directory: Path, progress: Progress | None) -> Fac
     shutil.rmtree(new, ignore_errors=True)
     try:
         builder = _Builder(new, progress)
-        replay = log.start_replay(builder.collector, builder.keep_state)
-        begins_at = replay.begins_at
-        if begins_at:
-            builder.collector.begin_with(replay.state)
+        replay = _start_replay(log, builder.collector, builder.keep_state)
         end = replay.advance()
         if end is not None:
             builder.keep_state(replay.state, end, 1.0)
-        header = builder.finish(begins_at, end)
+        header = builder.finish(replay.begins_at, end)
         shutil.rmtree(directory, ignore_errors=True)
         rename(new, directory, durable=False)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return Facts(log.run_dir, directory, header)
+
+
+def _start_replay(log: RunLog, collector: FactCollector, keep: KeepState) -> GrowingReplay:
+    """Start the replay of a collector, with the open work of the snapshot that it begins with."""
+    replay = log.start_replay(collector, keep)
+    if replay.begins_at:
+        collector.begin_with(replay.state)
+    return replay
+
+
+def _pack_state(state: State, place: Takeover) -> bytes:
+    return zstandard.compress(encode_snapshot(state, place))
+
+
+def _unpack_state(data: bytes, seq: int) -> Snapshot | None:
+    """Return a kept state; None if it is damaged, or of another release."""
+    try:
+        found = parse_snapshot(zstandard.decompress(data), seq)
+    except zstandard.ZstdError:
+        return None
+    return found if isinstance(found, Snapshot) else None
 
 
 class LiveFacts(Facts):
@@ -273,9 +290,8 @@ class LiveFacts(Facts):
         self._states: dict[int, bytes] = {}
         self._numbers, self._times = array("q"), array("d")
         self._collector = FactCollector(self._add)
-        self._replay = RunLog(self.run_dir).start_replay(self._collector, self._keep_state)
-        if self._replay.begins_at:
-            self._collector.begin_with(self._replay.state)
+        log = RunLog(self.run_dir)
+        self._replay = _start_replay(log, self._collector, self._keep_state)
         self._advance()
 
     def list_times(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -330,16 +346,13 @@ class LiveFacts(Facts):
             self._rows[name].append(row)
 
     def _keep_state(self, state: State, place: Takeover, share: float) -> None:
-        self._states[state.seq] = zstandard.compress(encode_snapshot(state, place))
+        self._states[state.seq] = _pack_state(state, place)
         if self._progress is not None:
             self._progress(state.seq, share)
 
     def _find_state(self, event: int) -> Snapshot | None:
         seq = max((seq for seq in self._states if seq <= event), default=0)
-        if not seq:
-            return None
-        found = parse_snapshot(zstandard.decompress(self._states[seq]), seq)
-        return found if isinstance(found, Snapshot) else None
+        return _unpack_state(self._states[seq], seq) if seq else None
 
 
 def follow_run(run_dir: Path, progress: Progress | None = None) -> Facts:
