@@ -33,12 +33,8 @@ READS = (m.Fetch, m.SamplePrompts, m.Stats)  #: requests that need no disk space
 class StoreBackend(Protocol):
     """The database of the store. A write raises DiskError; DiskFull leaves nothing of it."""
 
-    def load_prompts(
-        self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str
-    ) -> None:
-        """Store the data once; ConfigError if other data is stored already."""
-
-    def prompt_count(self) -> PromptCount: ...
+    async def fill(self, prompts: LoadedPrompts) -> PromptCount:
+        """Store the data once, with the event loop free; ConfigError if other data is stored."""
 
     def save_prompt_ids(self, ids: Mapping[PromptKey, bytes]) -> None:
         """Save token ids (int32 little-endian) of prompts that had none; durable on return."""
@@ -100,8 +96,7 @@ class Store:
     async def _load_prompts(self, prompts: LoadedPrompts) -> ev.DataLoaded:
         if self.database is None:
             self.database = await self._open_when_free()
-        self.database.load_prompts(prompts.train, prompts.held_out, prompts.digest)
-        count = self.database.prompt_count()
+        count = await self.database.fill(prompts)
         return ev.DataLoaded(
             num_train=count.train,
             num_eval=count.held_out,

@@ -11,8 +11,10 @@ between its readers, which network file systems lack.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -23,7 +25,7 @@ from laminar.run.fail_points import FailPoints
 from laminar.run.permissions import open_private
 from laminar.storage import messages as m
 from laminar.storage import payload_files, schema
-from laminar.storage.rows import NotTokenised
+from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount
 from laminar.storage.tables import Tables
 from laminar.storage.transactions import Transactions, disk_error
 from laminar.storage.writer_lock import WriterLock
@@ -40,6 +42,7 @@ class Database(Transactions):
         """
         self._folder = payload_files.folder_of(path)
         self._fail_points = FailPoints(path.parent)
+        self._filling = threading.Lock()
         with ExitStack() as opened:
             self._lock = WriterLock(path, incarnation)
             opened.callback(self._lock.close)
@@ -52,8 +55,18 @@ class Database(Transactions):
                 payload_files.remove_unnamed_files(self._folder, self._tables.file_names())
             opened.pop_all()
 
+    async def fill(self, prompts: LoadedPrompts) -> PromptCount:
+        """Store the data in a thread: a million rows may take longer than a process's lease."""
+        return await asyncio.to_thread(self._fill, prompts)
+
+    def _fill(self, prompts: LoadedPrompts) -> PromptCount:
+        with self._filling:
+            self.load_prompts(prompts.train, prompts.held_out, prompts.digest)
+            return self.prompt_count()
+
     def close(self) -> None:
-        super().close()
+        with self._filling:
+            super().close()
         self._lock.close()
 
     @contextmanager
@@ -89,7 +102,7 @@ def _open_connection(path: Path) -> sqlite3.Connection:
     except OSError as error:
         raise DiskError(error.errno, f"opening {path} failed: {error.strerror}") from error
     try:
-        db = sqlite3.connect(path, isolation_level=None)
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         modes = [db.execute(pragma).fetchone() for pragma in schema.WRITER_PRAGMAS]
     except sqlite3.DatabaseError as error:
         if is_transient(found := disk_error(error)):

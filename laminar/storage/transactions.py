@@ -24,7 +24,7 @@ from laminar.names.ports import DiskError, DiskFull
 from laminar.storage import messages as m
 from laminar.storage import schema
 from laminar.storage.handlers import Handlers
-from laminar.storage.rows import DamageError, NotTokenised, PromptCount, PromptKey
+from laminar.storage.rows import DamageError, LoadedPrompts, NotTokenised, PromptCount, PromptKey
 from laminar.storage.tables import Tables
 
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
@@ -52,6 +52,11 @@ class Transactions:
 
     def close(self) -> None:
         self._db.close()
+
+    async def fill(self, prompts: LoadedPrompts) -> PromptCount:
+        """Store the data of a run once (`load_prompts`); return its size."""
+        self.load_prompts(prompts.train, prompts.held_out, prompts.digest)
+        return self.prompt_count()
 
     def load_prompts(
         self, train: Sequence[m.PromptPayload], held_out: Sequence[m.PromptPayload], digest: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from contextlib import closing
 
 import msgspec
@@ -13,7 +15,7 @@ from laminar.names.ports import DiskError
 from laminar.storage import books, payload_files, rules
 from laminar.storage import messages as m
 from laminar.storage.database import Database
-from laminar.storage.rows import NotTokenised, PromptKey
+from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptKey
 from tools.kit.store_samples import (
     PROMPTS,
     answers,
@@ -307,6 +309,23 @@ def test_prompts_are_loaded_once(database, path):
     with pytest.raises(ConfigError, match=r"data-1.*data-2"):
         database.load_prompts([prompt(0)], [], "data-2")
     assert contents(path) == before
+
+
+async def test_the_event_loop_goes_on_while_the_data_are_stored(path):
+    """A store with a million rows renews its lease meanwhile, or it would be restarted for ever."""
+    loop_moved = threading.Event()
+
+    class Rows(list):
+        def __iter__(self):
+            assert loop_moved.wait(60), "storing the rows blocks the event loop"
+            return super().__iter__()
+
+    database = Database(path, 1)
+    filling = asyncio.create_task(database.fill(LoadedPrompts(Rows([prompt(0)]), [], 0, "data-1")))
+    await asyncio.sleep(0)
+    loop_moved.set()
+    assert await filling == (1, 0, "data-1")
+    database.close()
 
 
 def test_a_prompt_that_cannot_be_stored_is_named_and_nothing_is_loaded(path):
