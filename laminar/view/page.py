@@ -27,8 +27,10 @@ SLIDER = TABS.index("Time slider")
 
 def make_page(runs: Sequence[RunData]) -> Any:
     """Build a page, which shows one of the runs at a time, and all in its overview."""
-    pn.extension("tabulator", raw_css=[STYLE])
-    if (document := pn.state.curdoc) is not None:
+    document = pn.state.curdoc
+    # A notebook has no server of ours: its output carries the scripts, so that no CDN is needed.
+    pn.extension("tabulator", raw_css=[STYLE], inline=document is None)
+    if document is not None:
         # Panel sets it only for a document that a GET has made, not for a reconnected websocket.
         document.template_variables["dist_url"] = LOCAL_DIST
     pn.pane.HTML.stylesheets = [STYLE]

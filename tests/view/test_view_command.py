@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar.api import open_run
 from laminar.cli.commands import run_command
 from laminar.config import dump_config, load_config
 from tools.kit.run_directory import make_run, world_log
@@ -54,6 +55,13 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, missing, None)
     assert run_command(["view", str(run)]) == 2
     assert 'pip install "laminar-rl[view]"' in capsys.readouterr().err
+
+
+def test_the_cell_of_a_notebook_carries_its_scripts(tmp_path: Path) -> None:
+    """Or it would stay empty where a CDN cannot be reached."""
+    panel = pytest.importorskip("panel", reason="the extra `view` is not installed")
+    open_run(write_run(tmp_path)).view()
+    assert panel.config.inline
 
 
 def test_no_other_command_imports_its_libraries() -> None:
