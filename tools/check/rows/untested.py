@@ -15,5 +15,4 @@ def _row(number: int, promise: str, pr: str, release: str) -> Row:
 
 ROWS = (
     _row(2, "fault schedules at 1,024 GPUs", "5 seeds, 0 violations", "500 seeds, 0 violations"),
-    _row(28, "upgrade during a run", "none", "10 runs, ledger exact"),
 )
