@@ -10,7 +10,6 @@ nothing large, or nothing that is read, ends by a timeout; such stalls are count
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -86,8 +85,6 @@ class Downstream:
         emit: Callable[[Report], object],
     ) -> None:
         self.source = "0.0.0.0"  #: this relay's address
-        self.refused: Counter[str] = Counter()
-        self.bytes_in = self.bytes_out = 0  #: bytes of closed connections
         self.connection: Link | None = None
         self.welcomed = False
         self._identity, self._sender, self._emit = identity, sender, emit
@@ -249,8 +246,6 @@ class Downstream:
         welcomed, self.welcomed, self._connecting = self.welcomed, False, False
         if self.connection is not None:
             self.connection.close()
-            self.bytes_in += self.connection.bytes_in
-            self.bytes_out += self.connection.bytes_out
             self.connection = None
         if self._order is None:
             return
@@ -258,7 +253,6 @@ class Downstream:
         self._deadline = self._clock() + self._pause
         self._pause = min(2 * self._pause, RETRY_S_MAX)
         if isinstance(error, BadBytes):
-            self.refused[error.reason] += 1
             self._report_once(error.reason, name, error)
         elif stalled:
             self._stalls += 1

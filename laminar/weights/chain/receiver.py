@@ -108,7 +108,6 @@ class Receiver:
     ) -> None:
         """Begin without a predecessor; `region` maps a granted slot to its bytes."""
         self.incoming: VersionCopy | None = None
-        self.damaged = 0
         self._table, self._cache, self._forwarder = table, cache, forwarder
         self._region, self._clock, self._emit = region, clock, emit
         self._link: Transport | None = None
@@ -291,7 +290,6 @@ class Receiver:
 
     def _count_damage(self, header: FrameHeader) -> None:
         """Count a damaged chunk or block; the third time raises BadBytes, ending the connection."""
-        self.damaged += 1
         name = header.kind.name.lower()
         where = f"{name} {header.position}"
         self._report_trouble(

@@ -52,7 +52,6 @@ class Connection(Generic[Incoming]):
         """Wrap a socket; raise `message_bytes_max` once the neighbour is authenticated."""
         self.sock = sock
         self.message_bytes_max = message_bytes_max
-        self.bytes_in = self.bytes_out = 0
         self.moved_at = time.monotonic()  #: time of the last byte in either direction
         self.handler = handler
         self.decoder = decoder
@@ -100,7 +99,6 @@ class Connection(Generic[Incoming]):
                 return
             if count == 0:
                 raise ConnectionResetError("the other side closed the connection")
-            self.bytes_in += count
             self.moved_at = time.monotonic()
             short = count < self._target.nbytes
             self._target = self._target[count:]
@@ -118,7 +116,6 @@ class Connection(Generic[Incoming]):
                 count = self._send_region(first)
             except BlockingIOError:
                 return
-            self.bytes_out += count
             self._queued_bytes -= count
             self.moved_at = time.monotonic()
             if count < first.nbytes:

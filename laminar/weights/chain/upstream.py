@@ -11,7 +11,6 @@ relay that was removed from the chain, and does not know it yet, cannot displace
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -105,8 +104,6 @@ class Upstream:
         emit: Callable[[Report], object],
     ) -> None:
         """Begin without a listener; `sending` returns whether the successor is served."""
-        self.refused: Counter[str] = Counter()
-        self.bytes_in = self.bytes_out = 0  #: bytes of closed connections
         self.predecessor: Link | None = None
         self.peer = ""
         self._chain = 0
@@ -192,7 +189,6 @@ class Upstream:
             return
         connection = accepted
         if len(self._strangers) >= PENDING_PEERS_MAX:
-            self.refused["too-many"] += 1
             self._told.record_rejected(1, self._clock())
             return connection.close()
         self._strangers[connection] = stranger
@@ -273,21 +269,16 @@ class Upstream:
 
     def _end_connection(self, connection: Link, error: BadBytes | OSError) -> None:
         if isinstance(error, BadBytes):
-            self.refused[error.reason] += 1
             self._say_bye(connection)
         connection.close()
         holding = self._fetching.pop(connection, None)
         if holding is not None:
-            self.bytes_in += connection.bytes_in
-            self.bytes_out += connection.bytes_out
             return holding.end_fetch()
         if self._strangers.pop(connection, None) is not None:
             if isinstance(error, BadBytes) and error.reason != OLD_CHAIN:
                 self._told.record_rejected(1, self._clock())
             return
         self.predecessor = None
-        self.bytes_in += connection.bytes_in
-        self.bytes_out += connection.bytes_out
         peer, self.peer = self.peer, ""
         self._receiver.detach_link()
         if isinstance(error, BadBytes):
