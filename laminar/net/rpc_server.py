@@ -87,7 +87,6 @@ class RpcServer:
         self._looked_ns = self._grace_from_ns = now_ns()
         self._next_look_ns = self._looked_ns + self._lease_ns  #: no present lease ends before
         self._serving = ServingState()
-        self.bad_frames = 0
 
     @property
     def address(self) -> str:
@@ -134,7 +133,7 @@ class RpcServer:
                 self._links.wake_link(peer.boot_id)
                 self._take_requests(peer, self._links.receive(peer, frame, now))
         except WireError:
-            self.bad_frames += 1
+            return  # as if it were lost
 
     def _connect_peer(self, route: bytes, frame: bytes) -> _Peer | None:
         """Assign a new connection to its client, which may be new or may have reconnected."""

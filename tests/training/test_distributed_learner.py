@@ -30,6 +30,7 @@ from laminar.training.trainer_state import CheckpointError, ResumeState, encode
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import build_manifest
 from laminar.weights.version.tensors import write_tensors
+from tests.training.saved_checkpoint import load_checkpoint
 from tools.kit import rank_cases
 from tools.kit.extras import needs_peft
 from tools.kit.one_process import build_tensor_manifest, make_files, named_weights
@@ -149,7 +150,7 @@ async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
         assert digest == one.digest()
         assert files_of(target) == files_of(saved)
         check_damage_is_seen(target)
-    checkpoint.load_checkpoint(target, one.learner)
+    load_checkpoint(target, one.learner)
     write_digests(target)  # of each file as a whole, as earlier checkpoints have them
     checkpoint.verify_checkpoint(target)
 
@@ -187,7 +188,7 @@ async def test_ranks_publish_save_and_export_adapters_as_one_process(
         for name in ("optimizer.safetensors", ADAPTER_FILE):
             assert (target / name).read_bytes() == (saved / name).read_bytes()
         assert apart(saved, target) <= 1e-6
-        checkpoint.load_checkpoint(target, one.learner)
+        load_checkpoint(target, one.learner)
     exported = tmp_path / "export"
     run(ranks, 2, "export", settings, str(exported))
     same = OneProcess(exported, settings_of(exported))

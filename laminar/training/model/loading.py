@@ -130,7 +130,7 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...], ranks
                     copy_rows(key, rows, saved[key], ranks, cast=True)
             for part in (part for key in names for part in parts[key]):
                 saved.pop(part.name, None)  # a tied tensor may be stored under each of its names
-    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list_unused(model, saved)})
+    check_loaded(name, lacking, list_unused(model, saved))
 
 
 def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
