@@ -12,7 +12,7 @@ import pytest
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import downstream, reports, upstream, wire
 from laminar.weights.chain.core import PlaneError, PlaneOptions
-from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, compute_proof, verify_proof
 from laminar.weights.chain.tcp import _SO_MAX_PACING_RATE, TcpNetwork
 from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.transport import FrameHandler
@@ -20,7 +20,7 @@ from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.chain.wire import FrameHeader, FrameKind
 from laminar.weights.version.table import VersionTable
 from tools.bench.weights.relay_process import describe
-from tools.kit.greetings import KEY, NONCE, WAIT_S, ended, greet, hello, introduction, received
+from tools.kit.greetings import KEY, NONCE, WAIT_S, ended, greet, hello, received
 
 DIGEST = "0" * 32
 
@@ -119,7 +119,7 @@ STRANGERS = [
     (framed(FrameHeader(FrameKind.CHUNK, 8, 0, 0, 0), bytes(8)), "no-hello"),
     (wire.encode(wire.Proof(proof=bytes(32))), "no-hello"),
     (wire.encode(wire.VersionDone(version=1, digest=DIGEST)), "not-a-message"),
-    (hello(run="another"), "other-run"),
+    (wire.encode(hello(run="another")), "other-run"),
 ]
 
 
@@ -161,7 +161,7 @@ def test_strangers_are_few(probe: Callable[..., Probe]) -> None:
 
 
 def proof_with_another_key(challenge: wire.Challenge) -> bytes:
-    return introduction(challenge).compute_proof(b"another key", PREDECESSOR)
+    return compute_proof(b"another key", PREDECESSOR, hello(), challenge)
 
 
 def proof_of_the_other_side(challenge: wire.Challenge) -> bytes:
@@ -175,9 +175,9 @@ def test_who_cannot_prove_that_it_is_of_the_run_is_refused(
 ) -> None:
     relay = probe("relay-0")
     with socket.create_connection((relay.host, relay.port)) as sock:
-        sock.sendall(hello())
+        sock.sendall(wire.encode(hello()))
         challenge = received(sock, wire.successor_decoder)
-        assert introduction(challenge).verify_proof(KEY, SUCCESSOR, challenge.proof)
+        assert verify_proof(KEY, SUCCESSOR, hello(), challenge, challenge.proof)
         sock.sendall(wire.encode(wire.Proof(proof=prove(challenge))))
         assert b"relay-9 does not have the secret of run run" in ended(sock)
     assert refused == ["other-secret"]
@@ -205,7 +205,7 @@ def test_who_says_hello_and_then_anything_but_its_proof_is_sent_away(
 ) -> None:
     relay = probe("relay-0")
     with socket.create_connection((relay.host, relay.port)) as sock:
-        sock.sendall(hello() + hello())
+        sock.sendall(2 * wire.encode(hello()))
         ended(sock)
     assert refused == ["no-proof"]
 
@@ -232,14 +232,15 @@ def test_a_successor_with_the_proof_of_another_greeting_is_not_fed(
         with sock, socket.create_connection((true.host, true.port)) as asked:
             told = received(sock, wire.predecessor_decoder)
             assert told.nonce != NONCE
-            asked.sendall(hello(name=told.name, incarnation=told.incarnation, chain=told.chain))
+            again = hello(name=told.name, incarnation=told.incarnation, chain=told.chain)
+            asked.sendall(wire.encode(again))
             sock.sendall(wire.encode(received(asked, wire.successor_decoder)))
             ended(sock)
     assert relay.wait(reports.Trouble).kind == "other-secret"
 
 
 HOSTILE = [
-    (hello(), "second-hello"),
+    (wire.encode(hello()), "second-hello"),
     (framed(FrameHeader(FrameKind.CHUNK, 8, 0, 3, 0), bytes(8)), "unasked-chunk"),
     (framed(FrameHeader(FrameKind.CHUNK, wire.CHUNK_BYTES_MAX + 1, 0, 3, 0)), "bad-length"),
     (b"\0" * wire.HEADER_BYTES, "not-a-relay"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, HandshakeTranscript
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, compute_proof, verify_proof
 from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.transport import READABLE, WRITABLE, Link, Network
@@ -56,20 +56,10 @@ def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = 
 
 def answer_challenge(me: RelayIdentity, hello: ChainHello, challenge: Challenge) -> Proof:
     """Build the proof that answers a challenge; raise BadBytes if the peer lacks the run's key."""
-    introduction = HandshakeTranscript(
-        run=hello.run,
-        predecessor=hello.name,
-        predecessor_incarnation=hello.incarnation,
-        predecessor_nonce=hello.nonce,
-        successor=challenge.name,
-        successor_incarnation=challenge.incarnation,
-        successor_nonce=challenge.nonce,
-        chain=hello.chain,
-    )
-    if not introduction.verify_proof(me.key, SUCCESSOR, challenge.proof):
+    if not verify_proof(me.key, SUCCESSOR, hello, challenge, challenge.proof):
         detail = f"the peer does not have the secret of run {hello.run}"
         raise BadBytes("other-secret", detail)
-    return Proof(proof=introduction.compute_proof(me.key, PREDECESSOR))
+    return Proof(proof=compute_proof(me.key, PREDECESSOR, hello, challenge))
 
 
 class Downstream:
