@@ -25,6 +25,7 @@ from laminar.config.tasks import EnvConfig
 from laminar.run.child_channel import Ready
 from laminar.run.child_process import call_isolated, connect_user_code
 from laminar.run.user_code import UserFunction, import_file
+from laminar.run.user_file import get_first_line
 from laminar.tasks.rewards.results import format_names
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 from laminar.tasks.sandbox.sandbox import permit_unsafe
@@ -133,11 +134,10 @@ def build_schemas(found: type, path: str) -> Schemas:
         try:  # not bound to an instance, which may need a server
             schemas.append(get_json_schema(MethodType(getattr(found, name), object())))
         except Exception as error:  # transformers raises several types that it does not export
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"the tool {name} of {found.__name__} in {path} cannot be described to the policy: "
-                f"{reason.rstrip('.')}; give each parameter a type and a line in a section Args of "
-                "the docstring"
+                f"{get_first_line(error).rstrip('.')}; give each parameter a type and a line in a "
+                "section Args of the docstring"
             ) from None
     return schemas
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from laminar.config import ConfigError
+from laminar.run.user_file import get_first_line
 from laminar.training.model.file_tensors import (
     find_file_parts,
     group_tied,
@@ -60,10 +61,9 @@ def build_meta_model(
 
 def make_load_error(name: str, error: Exception) -> ConfigError:
     """Make the error for a directory from which no model can be loaded."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ConfigError(
-        f"model {name!r} cannot be loaded: {reason}; give the directory of a causal LM with "
-        "safetensors weights"
+        f"model {name!r} cannot be loaded: {get_first_line(error)}; give the directory of a "
+        "causal LM with safetensors weights"
     )
 
 
