@@ -196,7 +196,6 @@ class Slots(RuleBasedStateMachine):
         assert [self.table.get_state(slot) for slot in range(self.num_slots)] == expected
         assert self.table.versions_held == tuple(sorted(self.held))
         assert self.table.latest == (self.newest if self.newest >= 0 else None)
-        assert self.table.pinned == self.pinned
 
     @invariant()
     def what_is_promised_is_held(self) -> None:

@@ -128,10 +128,6 @@ class SlotTable:
         """The highest version held; None before the first commit."""
         return max(self.versions_held, default=None)
 
-    @property
-    def pinned(self) -> int | None:
-        return self._pinned
-
     def get_state(self, slot: int) -> FreeSlot | WritingSlot | HeldSlot:
         """Return the state of a slot; raise SlotError if there is no such slot."""
         if not 0 <= slot < len(self._slots):

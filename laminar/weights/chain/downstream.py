@@ -47,15 +47,24 @@ class Successor:
     chain: int  #: number of the order
 
 
-def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None) -> ChainHello:
-    """Build the first message of the connecting relay."""
-    return ChainHello(
+def send_hello(
+    link: Link, me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None
+) -> ChainHello:
+    """Send the first message of the connecting relay, and return it."""
+    link.finish_connect()
+    hello = ChainHello(
         run=me.run, name=me.name, incarnation=me.incarnation, chain=chain, nonce=nonce, fetch=fetch
     )
+    link.send(hello)
+    return hello
 
 
-def answer_challenge(me: RelayIdentity, hello: ChainHello, challenge: Challenge) -> Proof:
-    """Build the proof that answers a challenge; raise BadBytes if the peer lacks the run's key."""
+def answer_challenge(
+    me: RelayIdentity, hello: ChainHello, name: str, challenge: Challenge
+) -> Proof:
+    """Build the proof for the relay `name`; raise BadBytes for another, or one without the key."""
+    if challenge.name != name:
+        raise BadBytes("other-relay", f"{challenge.name} has the address of {name}")
     if not verify_proof(me.key, SUCCESSOR, hello, challenge, challenge.proof):
         detail = f"the peer does not have the secret of run {hello.run}"
         raise BadBytes("other-secret", detail)
@@ -172,14 +181,10 @@ class Downstream:
         self.connection, self._connecting = connection, True
 
     def _send_hello(self, connection: Link) -> None:
-        connection.finish_connect()
         assert self._order is not None
-        self._connecting = False
+        self._hello = send_hello(connection, self._identity, self._order.chain, self._nonce())
+        self._connecting, self._incarnation = False, 0
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
-        me = self._identity
-        self._hello = make_hello(me, self._order.chain, self._nonce())
-        self._incarnation = 0
-        connection.send(self._hello)
 
     def handle_message(self, message: FromSuccessor) -> None:
         """Handle a message of the successor."""
@@ -208,9 +213,8 @@ class Downstream:
     def _answer_challenge(self, challenge: Challenge) -> None:
         """Verify that the successor is the ordered one and of this run, then send our proof."""
         assert self._order is not None and self.connection is not None and self._hello is not None
-        if challenge.name != self._order.name:
-            raise BadBytes("other-relay", f"{challenge.name} has the address of {self._order.name}")
-        self.connection.send(answer_challenge(self._identity, self._hello, challenge))
+        me, name = self._identity, self._order.name
+        self.connection.send(answer_challenge(me, self._hello, name, challenge))
         self._incarnation = challenge.incarnation
 
     def _accept_welcome(self, welcome: ChainWelcome) -> None:

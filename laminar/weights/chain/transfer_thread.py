@@ -12,7 +12,6 @@ the table of versions is shared, under a lock that is held for look-ups. Turns a
     publish_version(manifest, slot)  a version was written here: send it to the successor
     set_successor(...)               name the successor; the two relays do the rest
     SlotWanted -> grant_slot(slot)   receive a version; Received when it is complete and verified
-    try_forget(version)              call before a slot is reused
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Plane:
         self.publish_version = self._core.publish_version
         self.grant_slot, self.deny_slot = self._core.grant_slot, self._core.deny_slot
         self.fetch, self.fetch_into = self._core.fetch, self._core.fetch_into
-        self.try_forget = table.try_forget
         self._poll = select.poll()
         self._polled: dict[int, int] = {}
         self._closing = self._closed = False

@@ -250,7 +250,7 @@ class _Stub:
             self.options,
             self.table,
         )
-        self.slots = SlotTable(len(self.memory), self.plane.try_forget)
+        self.slots = SlotTable(len(self.memory), self.table.try_forget)
         self.host = host
         threading.Thread(target=self._take_calls, args=(pipe,), daemon=True).start()
         while True:
@@ -288,7 +288,7 @@ class _Stub:
         writer = getattr(self.slots.get_state(slot), "writer", "")
         if not fetched and version > (-1 if self.slots.latest is None else self.slots.latest):
             self.slots.commit(slot, writer, version)
-        elif self.plane.try_forget(version):
+        elif self.table.try_forget(version):
             self.slots.abandon_slot(writer)
 
     def _grant_due(self) -> None:
