@@ -43,15 +43,11 @@ class Connection(Generic[Incoming]):
     """Frames over a non-blocking TCP socket."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        decoder: Family[Incoming],
-        handler: FrameHandler[Incoming],
-        message_bytes_max: int = wire.HANDSHAKE_BYTES_MAX,
+        self, sock: socket.socket, decoder: Family[Incoming], handler: FrameHandler[Incoming]
     ) -> None:
         """Wrap a socket; raise `message_bytes_max` once the neighbour is authenticated."""
         self.sock = sock
-        self.message_bytes_max = message_bytes_max
+        self.message_bytes_max = wire.HANDSHAKE_BYTES_MAX
         self.moved_at = time.monotonic()  #: time of the last byte in either direction
         self.handler = handler
         self.decoder = decoder
