@@ -11,10 +11,9 @@ only the language model is built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,7 +32,6 @@ from laminar.training.ranks import SINGLE_RANK, Ranks
 from laminar.training.shared_safetensors import DTYPES, Rows
 
 CPU = torch.device("cpu")
-Named = TypeVar("Named")
 
 
 def build_meta_model(
@@ -117,7 +115,8 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...], ranks
     """Fill every tensor from the files, with none left over, except names that start with `but`."""
     parts = find_file_parts(model)
     with ExitStack() as files:
-        saved = _exclude_prefixes(open_slices(Path(name), files), but)
+        slices = open_slices(Path(name), files).items()
+        saved = {key: found for key, found in slices if not key.startswith(but)}
         lacking = []
         for names, tensor in group_tied(model):
             if names[0].startswith(but):
@@ -131,10 +130,6 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...], ranks
             for part in (part for key in names for part in parts[key]):
                 saved.pop(part.name, None)  # a tied tensor may be stored under each of its names
     check_loaded(name, lacking, list_unused(model, saved))
-
-
-def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(but)}
 
 
 def copy_rows(

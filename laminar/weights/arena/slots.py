@@ -82,10 +82,6 @@ def slots_within(version_bytes: int, slots: int, max_bytes: int) -> int:
     return fitting
 
 
-def _allow_always(version: int) -> bool:
-    return True
-
-
 class SlotTable:
     """States of `num_slots` slots, the leases on them, and at most one pinned version.
 
@@ -96,7 +92,7 @@ class SlotTable:
     def __init__(
         self,
         num_slots: int,
-        forget: Callable[[int], bool] = _allow_always,
+        forget: Callable[[int], bool],
         writers: Mapping[int, str] | None = None,
     ) -> None:
         """Start with free slots, except those that have writers already."""
