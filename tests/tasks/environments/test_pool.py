@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 import uvloop
+from msgspec.structs import replace
 
 from laminar.config import ConfigError, DataConfig, resolve_config
 from laminar.config.tasks import EnvConfig
@@ -127,7 +128,7 @@ class Bench:
         self.environments = Environments(
             config,
             SessionPool(
-                config.env.path, "", memory_mb=512, on_output=self.printed.append, reward=functions
+                replace(config.env, memory_mb=512), on_output=self.printed.append, reward=functions
             ),
             self.renderer(TEMPLATE),
             CallParser(self.model, TOOLS),
@@ -494,7 +495,7 @@ def test_what_the_import_of_the_file_has_started_lives_as_long_as_the_pool(tmp_p
     )
 
     async def body():
-        pool = SessionPool(str(source), "")
+        pool = SessionPool(EnvConfig(path=str(source), memory_mb=0))
         try:
             for _ in range(2):
                 session = await pool.open()
