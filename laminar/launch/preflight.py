@@ -200,12 +200,12 @@ def look_at_environment(
         return config, not (named or config.data.dataset)
     if not config.env.path:
         return config, False
-    found = load_declaration(config.env)
-    config = replace_keys(config, {"env.tools": found.tools})
+    declared, has_reward = load_declaration(config.env)
+    config = replace_keys(config, {"env.tools": declared})
     tools = decode_tools(config.env)
     ends = end_ids(config.model.name, tokenizer)
     Renderer(tokenizer, config.data, tools, ends).check_template(CallParser(tokenizer, tools))
-    return config, found.has_reward
+    return config, has_reward
 
 
 def emulated_plan(config: Config) -> RunPlan:

@@ -94,8 +94,8 @@ def needs(module):
 
 def test_what_they_declare():
     def tools(name, of):
-        found = load_declaration(EnvConfig(path=str(CONFIGS / name), name=of))
-        return [tool["function"]["name"] for tool in json.loads(found.tools)], found.has_reward
+        schemas, has_reward = load_declaration(EnvConfig(path=str(CONFIGS / name), name=of))
+        return [tool["function"]["name"] for tool in json.loads(schemas)], has_reward
 
     assert tools("recipes/calculator/calculator.py", "Calculator") == (["add"], False)
     try:

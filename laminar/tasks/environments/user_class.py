@@ -35,13 +35,6 @@ NOT_TOOLS = (RESET, REWARD)
 Schemas = Sequence[dict[str, Any]]
 
 
-class ClassDeclaration(msgspec.Struct):
-    """The declaration of an environment class."""
-
-    tools: str = ""  #: JSON schemas of the tools
-    has_reward: bool = False  #: the class has get_reward
-
-
 def load_class(path: str, name: str) -> type:
     """Load the class `name` of the file, or its only public one; raise ConfigError."""
     module = import_file(Path(path), what="environment", keys="env.path")
@@ -104,19 +97,22 @@ def tool_names(found: type) -> list[str]:
     ]
 
 
-def load_declaration(env: EnvConfig, limit_s: float = IMPORT_TIMEOUT_S) -> ClassDeclaration:
-    """Load the declaration in a process that the user's file may hang or end; raise ConfigError."""
+def load_declaration(env: EnvConfig) -> tuple[str, bool]:
+    """Return the JSON schemas of the tools, and whether the class has get_reward.
+
+    The class is loaded in a process that the user's file may hang or end. Raises ConfigError.
+    """
     words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
     facts = call_isolated(
         "laminar.tasks.environments.user_class",
         words,
-        limit_s,
-        late=f"env.path = {env.path!r} was not imported within {limit_s:g} s; move slow or "
-        "blocking code into reset",
+        IMPORT_TIMEOUT_S,
+        late=f"env.path = {env.path!r} was not imported within {IMPORT_TIMEOUT_S:g} s; move "
+        "slow or blocking code into reset",
         ended=f"env.path = {env.path!r} ends the process that imports it",
         advice="a file with an environment must not end its process",
     )
-    return ClassDeclaration(**facts)
+    return facts["tools"], facts["has_reward"]
 
 
 def decode_tools(env: EnvConfig) -> Schemas:
