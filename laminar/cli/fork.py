@@ -33,7 +33,6 @@ from laminar.events.of_coordinator import ForkOrigin
 from laminar.launch.train import StartFiles, place_of, run_training
 from laminar.names.ids import GroupId, Purpose
 from laminar.run.directory import (
-    CHECKPOINTS_DIR,
     CONFIG_FILE,
     OBJECTS_DIR,
     ORIGIN_DIR,
@@ -45,7 +44,7 @@ from laminar.run.permissions import check_private
 from laminar.run.user_code import take_objects
 from laminar.run.user_file import file_digests
 from laminar.training.checkpoints.file_digests import check_digests
-from laminar.training.trainer_state import CheckpointError, decode
+from laminar.training.trainer_state import CheckpointError, decode, iter_checkpoints
 
 
 def add_parser(subparsers: Any) -> None:
@@ -85,27 +84,12 @@ def run_fork(arguments: argparse.Namespace) -> int:
 
 
 def _find_checkpoint(run: Path, step: int) -> Path:
-    there = _list_checkpoints(run)
+    there = dict(sorted((resume.step, directory) for directory, resume in iter_checkpoints(run)))
     if step in there:
         return there[step]
     steps = ", ".join(map(str, there))
     which = f"it has those of step {steps}" if steps else "it has none to fork from"
     raise ConfigError(f"{run} has no checkpoint of step {step}: {which}")
-
-
-def _list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Return the directories of usable checkpoints, by step, ascending."""
-    files = [
-        *(run_dir / CHECKPOINTS_DIR).glob(f"step_*/{RESUME_FILE}"),
-        *run_dir.glob(f"{ORIGIN_DIR}/{RESUME_FILE}"),
-    ]
-    found = {}
-    for file in files:
-        try:
-            found[decode(file.read_bytes()).step] = file.parent
-        except (CheckpointError, OSError):
-            continue  # damaged, or removed by the running run
-    return dict(sorted(found.items()))
 
 
 def _default_overrides(run: Path, step: int, overrides: list[str]) -> list[str]:

@@ -23,11 +23,9 @@ from laminar.names import exit_codes
 from laminar.names.roles import ROLE_TABLE
 from laminar.observe.status import measure_status_age
 from laminar.run.directory import CONFIG_FILE, read_status
-from laminar.run.lock import Holder, holders
+from laminar.run.lock import Holder, list_processes
 
 AGE_S = 3.0  #: the age of a status above which it is shown; a coordinator writes more often
-COMMANDS = ("stop",)
-"""Commands that share the lock while they read a run, but are not processes of it."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -62,7 +60,7 @@ def of_runs(place: Path) -> Iterator[str]:
     runs = sorted(path.parent for path in place.glob(f"*/{CONFIG_FILE}"))
     rows = []
     for run in runs:
-        living, tasks = _find_holders(run), _list_tasks(run)
+        living, tasks = list_processes(run), _list_tasks(run)
         if living or tasks:
             hosts = ", ".join(sorted({holder.host for holder in living}))
             waiting = ", ".join(task.name for task in tasks if not task.nodes)
@@ -75,7 +73,7 @@ def of_runs(place: Path) -> Iterator[str]:
 
 def of_run(run: Path) -> Iterator[str]:
     """Yield the state of one run, then its processes and jobs."""
-    status, living = read_status(run), _find_holders(run)
+    status, living = read_status(run), list_processes(run)
     phase, step, rate = _format_state(status)
     if not living:
         yield f"{run}: no live process; {phase}, step {step}"
@@ -146,10 +144,6 @@ def _format_age(run: Path) -> str:
     """Return the age of the status by the file system's clock; empty if recent."""
     age_s = measure_status_age(run)
     return f", as of {age_s:.0f} s ago" if age_s >= AGE_S else ""
-
-
-def _find_holders(run: Path) -> list[Holder]:
-    return [holder for holder in holders(run) if holder.name not in COMMANDS]
 
 
 def _list_tasks(run: Path) -> list[SlurmTask]:

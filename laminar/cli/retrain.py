@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Iterator, Set
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,12 +25,12 @@ from laminar.analysis.facts.trained_steps import TrainedStep, TrainedSteps, read
 from laminar.config import Config, ConfigError
 from laminar.core.steps.step_replay import find_other_function_reason
 from laminar.names import exit_codes, ids
-from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE, STORE_FILE, run_config
+from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, STORE_FILE, run_config
 from laminar.run.permissions import check_private
 from laminar.storage import messages as m
 from laminar.storage.books import open_tables
 from laminar.storage.handlers import Handlers
-from laminar.training.trainer_state import CheckpointError, ResumeState, decode
+from laminar.training.trainer_state import CheckpointError, ResumeState, iter_checkpoints
 
 if TYPE_CHECKING:
     from laminar.training.ranks import RankLayout
@@ -175,11 +174,9 @@ def _iter_checkpoints(
     run_dir: Path, found: TrainedSteps
 ) -> Iterator[tuple[Path, ResumeState, TrainedStep]]:
     """Yield the readable checkpoints of this log: directory, state and last step."""
-    for path in sorted((run_dir / CHECKPOINTS_DIR).glob(f"[!.]*/{RESUME_FILE}")):
-        with suppress(CheckpointError, OSError):
-            resume = decode(path.read_bytes())
-            if (step := _find_maker(resume, found)) is not None:
-                yield path.parent, resume, step
+    for directory, resume in iter_checkpoints(run_dir):
+        if (step := _find_maker(resume, found)) is not None:
+            yield directory, resume, step
 
 
 def _find_maker(resume: ResumeState, found: TrainedSteps) -> TrainedStep | None:

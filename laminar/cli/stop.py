@@ -31,7 +31,7 @@ from laminar.net.client import read_address
 from laminar.net.user_requests import is_coordinator_alive, send_user_event
 from laminar.run.command_line import shell_command
 from laminar.run.directory import CONFIG_FILE, COORDINATOR_FILE, read_status, run_config
-from laminar.run.lock import Holder, RunLock, format_holders, holders
+from laminar.run.lock import STOP, Holder, RunLock, format_holders, holders, list_processes
 from laminar.run.secret import read_secret
 from laminar.run.stop_requests import END, get_pause_timeout_ms
 from laminar.weights.arena.arena import sweep_arenas
@@ -52,7 +52,6 @@ _SIGNALS = {
 }  # fmt: skip
 """Signals to the deciding process, by --now and --pause."""
 _POLL_S = 0.1
-_NAME = "stop"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -89,10 +88,10 @@ def run_stop(arguments: argparse.Namespace) -> int:
             f"{run_dir} writes no checkpoints (trainer.save_freq = 0), so it cannot resume after a "
             f"pause; `{shell_command('stop', run_dir)}` ends it"
         )
-    if not _find_holders(run_dir):
+    if not list_processes(run_dir):
         print(f"{run_dir} is not running")
         return exit_codes.COMPLETE
-    lock = RunLock.join(run_dir, _NAME)  # prevents moving the directory meanwhile
+    lock = RunLock.join(run_dir, STOP)  # prevents moving the directory meanwhile
     try:
         asked = _request_stop(run_dir, at_once=arguments.now, pause=arguments.pause)
         how = "end the run at once" if arguments.now else "end the run gracefully"
@@ -106,14 +105,9 @@ def run_stop(arguments: argparse.Namespace) -> int:
         lock.close()
 
 
-def _find_holders(run_dir: Path) -> list[Holder]:
-    """Return the processes of the run, without other `laminar stop` commands."""
-    return [holder for holder in holders(run_dir) if holder.name != _NAME]
-
-
 def _request_stop(run_dir: Path, *, at_once: bool, pause: bool) -> list[Holder]:
     """Signal the processes in charge of the run, or ask a coordinator elsewhere; return them."""
-    in_charge = _in_charge(_find_holders(run_dir), DECIDING if not pause else PAUSING)
+    in_charge = _in_charge(list_processes(run_dir), DECIDING if not pause else PAUSING)
     local = [holder for holder in in_charge if holder.local]
     if in_charge and not local:
         here = socket.gethostname()
@@ -172,7 +166,7 @@ def _signal_process(run_dir: Path, holder: Holder, number: signal.Signals) -> No
 def _wait(run_dir: Path, timeout_s: float) -> bool:
     """Wait until no process is left; return False on timeout."""
     started = said = time.monotonic()
-    while living := _find_holders(run_dir):
+    while living := list_processes(run_dir):
         now = time.monotonic()
         if now - started >= timeout_s:
             return False
@@ -199,7 +193,7 @@ def _is_hung(run_dir: Path) -> bool:
 
 
 def _kill_processes(run_dir: Path) -> bool:
-    local = [holder for holder in _find_holders(run_dir) if holder.local]
+    local = [holder for holder in list_processes(run_dir) if holder.local]
     if not local:
         return False
     print(f"killing {format_holders(local)}: still there after {KILL_AFTER_S:g} s", flush=True)
@@ -220,7 +214,7 @@ def _report_result(run_dir: Path, arguments: argparse.Namespace, ended: bool) ->
         "" if arguments.now else f"; `{shell_command('stop', run_dir, '--now')}` ends it at once"
     )
     print(
-        f"laminar: {run_dir} is still running: {format_holders(_find_holders(run_dir))}{again}",
+        f"laminar: {run_dir} is still running: {format_holders(list_processes(run_dir))}{again}",
         file=sys.stderr,
     )
     return exit_codes.FAILED

@@ -66,7 +66,7 @@ def run_tail(arguments: argparse.Namespace) -> int:
     if arguments.names and not logs.names and not arguments.follow:
         raise ConfigError(
             f"no log of {arguments.run} is called {', '.join(arguments.names)}: there are "
-            f"{', '.join(sorted(names_in(arguments.run))) or 'none'}"
+            f"{', '.join(sorted({*map(name_of, files_of(arguments.run))})) or 'none'}"
         )
     _print_lines(found[-arguments.lines :] if arguments.lines > 0 else [])
     try:
@@ -181,10 +181,6 @@ def parse_line(text: str, name: str, written_s: float) -> PrintedLine:
 def _format_row(unix_s: float, name: str, words: str) -> str:
     when = datetime.fromtimestamp(unix_s, UTC).strftime("%H:%M:%S.%f")[:-3]
     return f"{when}  {name:<14} {words}"
-
-
-def names_in(run_dir: Path) -> set[str]:
-    return {name_of(path) for path in files_of(run_dir)}
 
 
 def files_of(run_dir: Path) -> list[Path]:

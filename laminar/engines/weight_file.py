@@ -23,15 +23,12 @@ def whole_among(places: Sequence[TensorPlace], num_bytes: int) -> int:
     return sum(1 for _ in takewhile(lambda end: end <= num_bytes, ends))
 
 
-class MappedWeights:
-    """Mapping of the file of the last load, for reading."""
-
-    def __init__(self) -> None:
-        self._file = MappedFile()
+class MappedWeights(MappedFile):
+    """Mapping of the file of the last load, for reading as tensors."""
 
     def iter_tensors(self, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views in the order of the table; callers copy them and never write."""
-        data = self._file.map_source(source)
+        data = self.map_source(source)
         for place in source.tensors:
             start = source.offset + place.offset
             dtype = getattr(torch, place.dtype)

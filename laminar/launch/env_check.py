@@ -82,7 +82,7 @@ def _format_outcome(said: TextReply) -> str:
 
 async def _run_resets(env: EnvConfig, rows: Sequence[PromptRow]) -> list[TextReply]:
     """Reset for all rows concurrently, each in a separate session."""
-    pool = SessionPool.from_config(env)
+    pool = SessionPool(env)
     try:
         return await asyncio.gather(*(_reset(pool, row, env.tool_timeout_s) for row in rows))
     finally:

@@ -247,11 +247,8 @@ class MemoryEstimate:
         host |= {name: of_trainer * size for name, size in trained.host.items()}
         self._add_replicas(config, host, gpus)
         slots, machines = self._count_slots(config), self._count_machines(config)
-        relays = {
-            f"{slots} weight slots" + _format_machines(machines): (
-                machines * slots * self._version_bytes(config)
-            )
-        }
+        each = f" on each of {machines} machines" if machines > 1 else ""
+        relays = {f"{slots} weight slots{each}": machines * slots * self._version_bytes(config)}
         return [
             *(MemoryPlace(GPU + name, machine.gpus[name], parts) for name, parts in gpus.items()),
             MemoryPlace("this machine", machine.memory, host | relays),
@@ -421,10 +418,6 @@ def _gpu_bytes(name: str) -> int:
 def _format_times(count: int, what: str) -> str:
     plural = what.replace("replica's", "replicas'") if "'" in what else f"{what}s"
     return f"{count} {plural}" if count > 1 else f"a {what}"
-
-
-def _format_machines(machines: int) -> str:
-    return f" on each of {machines} machines" if machines > 1 else ""
 
 
 def _format_gb(size: int) -> str:

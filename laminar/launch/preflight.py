@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laminar.config import Config, ConfigError, replace_keys
+from laminar.config import AlgorithmConfig, Config, ConfigError, replace_keys
+from laminar.config.algorithm_rules import list_user_functions
 from laminar.config.families import select_text_tensors
 from laminar.coordinator.strategy import load_strategy
 from laminar.core.steps.batching import STRATEGIES
@@ -38,11 +39,11 @@ from laminar.engines.environment import (
 from laminar.engines.hf_config import read_hf_config, refuse_packed_weights
 from laminar.engines.protocol import EngineError
 from laminar.launch.emulated_note import EMULATED
-from laminar.launch.function_check import check_functions
 from laminar.launch.reward_check import ROWS, Sample, trial_calls
 from laminar.net.addresses import ip_of
 from laminar.net.descriptors import check_room
 from laminar.observe.wandb_run import check_wandb
+from laminar.run.child_process import call_isolated
 from laminar.tasks.data.chat import Tools, check_prompts, encode_prompt, has_template, warn_turn_end
 from laminar.tasks.data.decoding import make_response_decoder
 from laminar.tasks.data.hub import localize_config
@@ -60,6 +61,7 @@ from laminar.training.model.lora_targets import check_lora
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TRIAL_S = 120.0  #: time limit of the trial of the user's loss and estimator
 LONGEST_PROMPTS = 64
 """Number of longest texts tokenised here; the store checks all, with the same messages."""
 
@@ -198,12 +200,12 @@ def look_at_environment(
         return config, not (named or config.data.dataset)
     if not config.env.path:
         return config, False
-    found = load_declaration(config.env)
-    config = replace_keys(config, {"env.tools": found.tools})
+    declared, has_reward = load_declaration(config.env)
+    config = replace_keys(config, {"env.tools": declared})
     tools = decode_tools(config.env)
     ends = end_ids(config.model.name, tokenizer)
     Renderer(tokenizer, config.data, tools, ends).check_template(CallParser(tokenizer, tools))
-    return config, found.has_reward
+    return config, has_reward
 
 
 def emulated_plan(config: Config) -> RunPlan:
@@ -345,6 +347,23 @@ def check_critic(config: Config) -> None:
             f"{key} reads {most} tokens at most, and data.max_prompt_length + "
             f"data.max_response_length allow {config.max_model_len}; give a longer model"
         )
+
+
+def check_functions(algorithm: AlgorithmConfig, limit_s: float = TRIAL_S) -> None:
+    """Call the user's loss and estimator, if any, on made-up sequences, in another process."""
+    named = list_user_functions(algorithm)
+    if not named:
+        return
+    names = " or ".join(f"{key} = {reference!r}" for key, reference in named.items())
+    call_isolated(
+        "laminar.training.function_check",
+        [],
+        limit_s,
+        algorithm,
+        late=f"{names} takes longer than {limit_s:g} s for a few made-up sequences; correct it",
+        ended=f"{names} ends the process that calls it",
+        advice="a file of functions must not end its process",
+    )
 
 
 def check_model(config: Config, *, here: bool) -> None:

@@ -323,7 +323,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path, over: GiveUp) -> list[
             f"the run FAILED   {over.failure.sentence}",
             f"what to do       {over.failure.kind.record.remedy}",
             f"what led to it   {run_dir}/logs/latest/*.jsonl; "
-            f"{shell_command('log', 'tail', run_dir)}",
+            f"{shell_command('log', 'dump', '-n', 20, run_dir)}",
         ]
     lines += _format_losses(summary["lost_by"])
     if summary["resumable"]:

@@ -9,11 +9,9 @@ Addresses are IPv4; a name or interface that only has IPv6 is rejected.
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from pathlib import Path
 
 import psutil
@@ -25,7 +23,6 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 AUTO = "auto"
 """A host setting that stands for this machine's name, if the machine is not known in advance."""
 LOOPBACK, LOCALHOST = "lo", "127.0.0.1"
-_SIOCGIFADDR = 0x8915
 
 
 def own_ip(host: str, key: str) -> str:
@@ -121,12 +118,8 @@ def _parse_address(host: str) -> str | None:
 
 
 def _of_interface(name: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = struct.pack("256s", name.encode()[:15])
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
-        except OSError:
-            return None
+    found = psutil.net_if_addrs().get(name, [])
+    return next((each.address for each in found if each.family == socket.AF_INET), None)
 
 
 def _of_name(name: str) -> str | None:

@@ -19,8 +19,7 @@ import msgspec
 from laminar.net.auth import RunKeys
 from laminar.net.calls import FLUSH_S, Reply, Request, RpcError
 from laminar.net.client import ClientShell, now_ns, require_started
-from laminar.net.frames import FRAME_BYTES_MAX
-from laminar.net.session import MS, ClientLink, Limits, LinkClosed, LinkState, OutboxFull
+from laminar.net.session import MS, ClientLink, LinkClosed, LinkState, OutboxFull
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
@@ -48,7 +47,6 @@ class RpcClient:
         heartbeat_ms: int,
         keys: RunKeys,
         on_trouble: Callable[[str], None],
-        max_message: int = FRAME_BYTES_MAX,
     ) -> None:
         """Create a client that is not started.
 
@@ -61,12 +59,7 @@ class RpcClient:
         self._server = server
         self._heartbeat_ms = heartbeat_ms
         self._link = ClientLink(
-            name,
-            role,
-            boot_id,
-            heartbeat_ns=heartbeat_ms * MS,
-            now_ns=now_ns(),
-            limits=Limits(max_frame=max_message),
+            name, role, boot_id, heartbeat_ns=heartbeat_ms * MS, now_ns=now_ns()
         )
         self._shell: ClientShell | None = None
         self._calls: dict[int, _Call] = {}
@@ -92,7 +85,7 @@ class RpcClient:
         """Send a request and return the reply; wait while the outbox is full.
 
         Raises RpcError (the server refuses it), TimeoutError, LinkClosed (refused, closed, failed),
-        ValueError (`body` exceeds max_message). After a timeout the request may still be handled.
+        ValueError (`body` exceeds a frame). After a timeout the request may still be handled.
         """
         shell = require_started(self._shell)
         self._last_id += 1

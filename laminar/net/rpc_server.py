@@ -37,10 +37,8 @@ _requests = Family[Request](Request, "a message is not a request: {error}")
 class _Peer(ServerLink):
     """The link of a client of an RpcServer."""
 
-    def __init__(self, hello: Hello, server_boot: str, limits: Limits) -> None:
-        super().__init__(
-            hello, server_boot=server_boot, incarnation=hello.incarnation, limits=limits
-        )
+    def __init__(self, hello: Hello, server_boot: str) -> None:
+        super().__init__(hello, server_boot=server_boot, incarnation=hello.incarnation)
         self.requests: deque[tuple[int, Request]] = deque()  #: (number on the link, request)
         self.replies: deque[bytes] = deque()  #: replies for which its outbox had no room
 
@@ -67,7 +65,6 @@ class RpcServer:
         boot_id: str,
         lease_ms: int,
         on_peer_lost: Callable[[str], None],
-        max_message: int = FRAME_BYTES_MAX,
         on_rejected: Callable[[str], object] = lambda told: None,
     ) -> None:
         """Bind the server's socket.
@@ -75,8 +72,7 @@ class RpcServer:
         `on_peer_lost(boot_id)`: that process said Bye, or was silent for `lease_ms`. `on_rejected`:
         see ServerSocket.
         """
-        self._socket = ServerSocket(host, port, keys, max_message, on_rejected)
-        self._limits = Limits(max_frame=max_message)
+        self._socket = ServerSocket(host, port, keys, on_rejected=on_rejected)
         self._handle_batch = handle_batch
         self._boot_id = boot_id
         self._lease_ns = lease_ms * MS
@@ -87,7 +83,6 @@ class RpcServer:
         self._looked_ns = self._grace_from_ns = now_ns()
         self._next_look_ns = self._looked_ns + self._lease_ns  #: no present lease ends before
         self._serving = ServingState()
-        self.bad_frames = 0
 
     @property
     def address(self) -> str:
@@ -134,11 +129,11 @@ class RpcServer:
                 self._links.wake_link(peer.boot_id)
                 self._take_requests(peer, self._links.receive(peer, frame, now))
         except WireError:
-            self.bad_frames += 1
+            return  # as if it were lost
 
     def _connect_peer(self, route: bytes, frame: bytes) -> _Peer | None:
         """Assign a new connection to its client, which may be new or may have reconnected."""
-        hello = decode_client(frame, self._limits.max_frame)
+        hello = decode_client(frame, FRAME_BYTES_MAX)
         if not isinstance(hello, Hello):
             return None  # sent before our start: the sender will say Hello when it gets no answer
         peer = self._links.get(hello.boot_id)
@@ -147,7 +142,7 @@ class RpcServer:
                 self._socket.send(route, encode(Refused(reason)))
                 return None
             self._links_made += 1
-            peer = _Peer(hello, f"{self._boot_id}.{self._links_made}", self._limits)
+            peer = _Peer(hello, f"{self._boot_id}.{self._links_made}")
             self._links.add(peer)
         self._links.set_route(hello.boot_id, route)
         return peer
@@ -160,7 +155,7 @@ class RpcServer:
                 peer.refuse_client("a gauge is not a request")
                 continue
             try:
-                peer.requests.append((seq, _requests.decode(body, self._limits.max_frame)))
+                peer.requests.append((seq, _requests.decode(body, FRAME_BYTES_MAX)))
             except WireError as error:
                 peer.refuse_client(str(error))
 
@@ -191,7 +186,7 @@ class RpcServer:
         if isinstance(answer, RpcError):
             return _encode(Reply(number, b"", str(answer)))
         reply = _encode(Reply(number, answer))
-        if len(reply) <= self._limits.max_body:
+        if len(reply) <= Limits().max_body:
             return reply
         return _encode(Reply(number, b"", f"the reply of {len(answer)} bytes is too large"))
 

@@ -412,7 +412,6 @@ class ServerLink(_Link):
         self.name = hello.name
         self.role = hello.role
         self.boot_id = hello.boot_id
-        self.info = hello.info
         self.incarnation = incarnation
         self._has_record = last_seq is not None
         self._answer_due = True  #: whether Welcome or Refused is due

@@ -20,13 +20,13 @@ class LatestGauges:
     """The last report of each replica's present process."""
 
     def __init__(self) -> None:
-        self._said: dict[str, dict[str, int]] = {}
+        self.reports: dict[str, dict[str, int]] = {}  #: by replica, once there is one
 
     def record_event(self, stamped: Stamped, state: State) -> None:
         if isinstance(stamped.event, ev.ReplicaReady):
-            self._said.pop(stamped.peer, None)
+            self.reports.pop(stamped.peer, None)
         elif (report := _get_report(stamped, state)) is not None:
-            self._said[stamped.peer] = {
+            self.reports[stamped.peer] = {
                 "kv_used_tokens": report.kv_used_tokens,
                 "kv_capacity_tokens": report.kv_capacity_tokens,
                 "running": report.running,
@@ -35,10 +35,6 @@ class LatestGauges:
                 "prefix_cache_queries": report.prefix_cache_queries,
                 "prefix_cache_hits": report.prefix_cache_hits,
             }
-
-    def get_gauges(self, replica: str) -> dict[str, int] | None:
-        """Return the last report of a replica; None until there is one."""
-        return self._said.get(replica)
 
 
 class StepGauges:

@@ -1,4 +1,4 @@
-"""Telemetry files: they grow by whole lines or rows, or are replaced as a whole.
+"""Telemetry files that grow by whole lines or rows.
 
 Reads   the end of an existing file
 Writes  files of a run directory
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from laminar.observe.telemetry import PartlyWritten
 from laminar.run.directory import older_parts
-from laminar.run.renames import rename, write_whole
+from laminar.run.renames import rename
 
 PART_BYTES = 64 << 20
 PARTS_KEPT = 4  #: parts of a log or timeline, with the growing one: at most some 250 MB per process
@@ -112,17 +112,6 @@ class GrowingFile:
             self._size += sum(map(len, items[:done]))
             raise PartlyWritten(done, error) from error
         self._size += written
-
-
-class ReplacedFile:
-    """A file that is replaced atomically: readers see the old or the new content."""
-
-    def __init__(self, run_dir: Path, name: str) -> None:
-        self._path = run_dir / name
-
-    def write(self, items: Sequence[bytes]) -> None:
-        """Write the last item; not durable, because the next one comes soon."""
-        write_whole(self._path, items[-1], durable=False)
 
 
 def _count_whole_items(items: Sequence[bytes], written: int) -> int:

@@ -21,6 +21,8 @@ from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.run.directory import LOGS_DIR
 from laminar.run.renames import rename
 
+_LevelFilter = structlog.make_filtering_bound_logger(logging.INFO)
+
 
 class _LineLogger:
     """The sink of structlog: each message, of any level, is one line for the outlet."""
@@ -34,7 +36,7 @@ class _LineLogger:
     debug = info = warning = error = critical = msg
 
 
-def configure_logging(run_dir: Path, run: str, process: str, level: str = "info") -> Telemetry:
+def configure_logging(run_dir: Path, run: str, process: str) -> Telemetry:
     """Send this process's log lines to its file; call once at start.
 
     Items that the process's telemetry loses are reported there.
@@ -43,7 +45,7 @@ def configure_logging(run_dir: Path, run: str, process: str, level: str = "info"
     lines = _add_log_outlet(run_dir, process, telemetry)
     structlog.configure(
         processors=_make_processors(run, process),
-        wrapper_class=_make_level_filter(level),
+        wrapper_class=_LevelFilter,
         logger_factory=lambda *_: _LineLogger(lines),
         cache_logger_on_first_use=True,
     )
@@ -56,17 +58,13 @@ def make_logger(run_dir: Path, run: str, actor: str, telemetry: Telemetry) -> An
     return structlog.wrap_logger(
         _LineLogger(_add_log_outlet(run_dir, actor, telemetry)),
         processors=_make_processors(run, actor),
-        wrapper_class=_make_level_filter("info"),
+        wrapper_class=_LevelFilter,
     )
 
 
 def _add_log_outlet(run_dir: Path, name: str, telemetry: Telemetry) -> Outlet[bytes]:
     file = GrowingFile(run_dir, f"{LOGS_DIR}/latest/{name}.jsonl", in_parts=True)
     return telemetry.add_outlet("log", file.write)
-
-
-def _make_level_filter(level: str) -> Any:
-    return structlog.make_filtering_bound_logger(logging.getLevelName(level.upper()))
 
 
 def _make_processors(run: str, process: str) -> list[Any]:

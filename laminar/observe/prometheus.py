@@ -22,7 +22,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from laminar.observe.board import Scalars
-from laminar.observe.files import ReplacedFile
+from laminar.run.renames import write_whole
 
 TARGET_FILE = "prometheus.json"
 NO_NAME = re.compile(r"\W+")
@@ -55,13 +55,12 @@ class Prometheus(Collector):
         server.handle_error = _ignore_client  # type: ignore[method-assign, assignment]
         self.address = f"{host}:{server.server_port}"
         target = {"targets": [self.address], "labels": {"run": run_name}}
-        self._target = (ReplacedFile(run_dir, TARGET_FILE), msgspec.json.encode([target]))
+        self._target = (run_dir / TARGET_FILE, msgspec.json.encode([target]))
 
     def show_status(self, found: list[dict[str, Any]]) -> None:
         """Show the newest status; called by its outlet."""
         if not self._status:
-            file, target = self._target
-            file.write([target])
+            write_whole(*self._target, durable=False)
         self._status = found[-1]
 
     def show_step(self, items: list[Scalars]) -> None:

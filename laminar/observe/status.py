@@ -33,9 +33,9 @@ from laminar.events import events as ev
 from laminar.events.base import Command, Stamped
 from laminar.names.roles import Role
 from laminar.observe.engine_gauges import LatestGauges, RepackCounts
-from laminar.observe.files import ReplacedFile
 from laminar.observe.telemetry import Outlet, Telemetry
 from laminar.run.directory import STATUS_FILE
+from laminar.run.renames import write_whole
 
 INTERVAL_S = 0.4
 """Less than a replica's interval between two gauges, so that each of them is shown."""
@@ -136,7 +136,7 @@ class StatusFigures:
                 "running": len(replica.running) - waiting,
                 "waiting": waiting,
                 "doing": _describe_activity(state, replica, doing[kind], full),
-                "engine": self._gauges.get_gauges(name),
+                "engine": self._gauges.reports.get(name),
             }
         return shown
 
@@ -151,8 +151,8 @@ class StatusWriter:
         clock: Callable[[], float] = time.monotonic,
         boards: Sequence[Outlet[dict[str, Any]]] = (),
     ) -> None:
-        self._file = ReplacedFile(run_dir, STATUS_FILE)
-        self._outlets = [telemetry.add_outlet("status", self._replace_file, kept=1), *boards]
+        self._path = run_dir / STATUS_FILE
+        self._outlets = [telemetry.add_outlet("status", self._write_newest, kept=1), *boards]
         self._clock = clock
         self._written = 0.0
         self._tokens: tuple[float, int] = (clock(), 0)
@@ -186,8 +186,9 @@ class StatusWriter:
         for outlet in self._outlets:
             outlet.put(status)
 
-    def _replace_file(self, found: list[dict[str, Any]]) -> None:
-        self._file.write([msgspec.json.encode(found[-1])])
+    def _write_newest(self, found: list[dict[str, Any]]) -> None:
+        """Write the newest status; not durable, because the next one comes soon."""
+        write_whole(self._path, msgspec.json.encode(found[-1]), durable=False)
 
 
 def _describe_wait(wait: Wait) -> dict[str, Any]:

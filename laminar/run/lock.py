@@ -3,8 +3,8 @@
 Reads   RUN/run.lock, RUN/processes/
 Writes  RUN/run.lock (empty, locked), RUN/processes/HOST.PID (a card that describes a process and is
         locked by it), or RUN/processes/NAME for a name that only one process may have
-Gives   RunLock, a process's share; lock_for_move, the whole; holders, the live processes;
-        try_lock, for any file
+Gives   RunLock, a process's share; lock_for_move, the whole; holders and list_processes, the live
+        ones; try_lock, for any file
 Raises  ConfigError with one sentence for a user; its subclass AlreadyServed if the run already has
         a process of a name that only one may have
 
@@ -31,6 +31,7 @@ from laminar.run.command_line import shell_command
 from laminar.run.directory import LOCK_FILE, PROCESSES_DIR
 from laminar.run.permissions import open_private, restrict_umask
 
+STOP = "stop"  #: name of a command that shares the lock without being a process of the run
 MOVE_WAIT_S = 5.0  #: timeout for a process that moves the directory, which is one rename
 ASK_WAIT_S = 0.5  #: timeout for a process that tests whether another one lives, which is one read
 SOLE = ("coordinator", "serve")
@@ -191,6 +192,11 @@ def holders(run_dir: Path) -> list[Holder]:
         return []
     found = [holder for path in cards if (holder := _read_live_holder(path)) is not None]
     return sorted(found, key=lambda holder: (holder.host, holder.name))
+
+
+def list_processes(run_dir: Path) -> list[Holder]:
+    """Return the processes of the run: all live holders but `laminar stop` commands."""
+    return [holder for holder in holders(run_dir) if holder.name != STOP]
 
 
 def in_use(run_dir: Path) -> str:

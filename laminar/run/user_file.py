@@ -2,7 +2,7 @@
 
 Reads   the files that settings name as path.py:name; user_code.py imports them
 Gives   file_digests, run_file_digests; describe_error, an exception of the user's code in one line;
-        replace_surrogates, for text from outside
+        get_first_line, of any exception; replace_surrogates, for text from outside
 Raises  ConfigError, which names the setting, the file and the fix
 """
 
@@ -58,6 +58,11 @@ def describe_error(error: BaseException, path: str) -> str:
         place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
         return text[: DETAIL_CHARS - len(place)] + place
     return text[:DETAIL_CHARS]
+
+
+def get_first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (replace_surrogates(str(error)).strip() or type(error).__name__).splitlines()[0]
 
 
 def replace_surrogates(text: str) -> str:

@@ -26,11 +26,9 @@ import msgspec
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import Tensor
 
 from laminar.config import Config
-from laminar.storage.rules import TokenSpan
 from laminar.training import shared_safetensors
 from laminar.training.checkpoints import checkpoint, export, file_digests
 from laminar.training.checkpoints.atomic_directory import ThreadedDirectories
@@ -71,7 +69,7 @@ from laminar.training.shared_safetensors import (
     iter_rows,
     write_rows,
 )
-from laminar.training.steps import Ids, ModelLayout, StepResult, TrainSample
+from laminar.training.steps import ModelLayout, StepResult, TrainSample
 from laminar.training.trainer_state import LearnerFacts, ResumeState
 
 Result = TypeVar("Result")
@@ -88,26 +86,6 @@ class LoadOrder(_RankOrder, tag="load", frozen=True):
     """Join the rank group, and load the model."""
 
 
-class WireSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A TrainSample as it is sent: each rank computes its advantage from the whole batch."""
-
-    sample_id: str
-    group_id: str
-    prompt_ids: Ids
-    response_ids: Ids
-    logprobs: NDArray[np.float32]
-    reward: float
-    temperature: float
-    truncated: bool
-    truncated_by: str
-    spans: tuple[TokenSpan, ...]
-    correct: bool
-    extras: Mapping[str, float]
-    turns: tuple[int, ...]
-    contexts: tuple[Ids, ...]
-    parents: tuple[int, ...]
-
-
 class CheckOrder(_RankOrder, tag="check", frozen=True):
     """Compare what is published with the files of the model."""
 
@@ -115,7 +93,7 @@ class CheckOrder(_RankOrder, tag="check", frozen=True):
 
 
 class TrainOrder(_RankOrder, tag="train", frozen=True):
-    batch: tuple[WireSample, ...]
+    batch: tuple[TrainSample, ...]  #: each rank computes the advantages from the whole batch
     step: int
 
 
@@ -167,14 +145,6 @@ RANK_POINTS: dict[type[_RankOrder], str] = {
     WriteFilesOrder: "rank-write",
 }
 """Failpoints of a rank other than the first, by the order that it is about to carry out."""
-
-
-def row_of(sample: TrainSample) -> WireSample:
-    return WireSample(**{name: getattr(sample, name) for name in WireSample.__struct_fields__})
-
-
-def sample_of(row: WireSample) -> TrainSample:
-    return TrainSample(**msgspec.structs.asdict(row))
 
 
 def _encode_array(value: Any) -> bytes:
@@ -285,7 +255,7 @@ class RankWorker:
             case CheckOrder(dtype):
                 return self._compare_published(dtype) if self._has_rows else 0
             case TrainOrder(batch, step):
-                return run_measured_step(self.learner, [sample_of(row) for row in batch], step)
+                return run_measured_step(self.learner, batch, step)
             case ScoreOrder(sequences):
                 return self.learner.compute_logprobs(sequences)
             case CopyOrder():
@@ -463,7 +433,7 @@ class RankedLearner:
         return tensors
 
     async def train_step(self, samples: Sequence[TrainSample], step: int) -> StepResult:
-        result: StepResult = await self._all(TrainOrder(tuple(map(row_of, samples)), step))
+        result: StepResult = await self._all(TrainOrder(tuple(samples), step))
         return result
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

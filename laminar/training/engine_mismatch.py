@@ -47,20 +47,8 @@ class MismatchLimits:
     def __init__(self, rounding: float) -> None:
         """Set the limits up; `rounding`: difference of equal weights, nats per token."""
         self._rounding = rounding
-        self._moved: dict[int, float] = {}
-
-    def record_movement(self, step: int, distance: float) -> None:
-        """Record how far the updates of `step` moved the log-probs; nats per doubt."""
-        self._moved[step] = distance
-
-    @property
-    def movements(self) -> dict[int, float]:
-        """Movement of the weights by step, for a checkpoint."""
-        return dict(self._moved)
-
-    def restore_movements(self, movements: Mapping[int, float]) -> None:
-        """Restore the movements as they were after the last of these steps."""
-        self._moved = dict(movements)
+        #: how far the updates of each step moved the log-probs, nats per doubt
+        self.moved: dict[int, float] = {}
 
     def find_suspects(
         self,
@@ -85,7 +73,7 @@ class MismatchLimits:
 
     def _sum_movements(self, made: int, step: int) -> float:
         """Sum the movements since `made`; the unknown step of another process is infinite."""
-        return sum(self._moved.get(s, math.inf) for s in range(made, step))
+        return sum(self.moved.get(s, math.inf) for s in range(made, step))
 
 
 def count_siblings(samples: Iterable[TrainSample]) -> dict[Origin, float]:

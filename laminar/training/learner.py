@@ -201,7 +201,7 @@ class Learner:
         self.reached("policy-update")
         batch.updates = batch.list_skipped_updates()
         moved = 0.0 if batch.updates else self._apply_updates(batch)
-        self._limits.record_movement(batch.step, moved)
+        self._limits.moved[batch.step] = moved
 
     def _update_critic(self, batch: StepBatch) -> None:
         """Stage 5, independent of the policy's update: train the critic."""
@@ -224,7 +224,7 @@ class Learner:
                 "actor/skipped_rows": float(sum(mini.skipped for mini in batch.mini_batches)),
                 "actor/lr": batch.rate,
                 "mismatch/left_out": float(len(batch.left_out)),
-                "mismatch/moved": self._limits.movements[batch.step],
+                "mismatch/moved": self._limits.moved[batch.step],
             }
             | metrics.by_origin(batch.mismatch, continued, metrics.reward_by_version(samples))
         )
@@ -272,13 +272,13 @@ class Learner:
             functions={function.key: function.digest for function in functions if function},
             base=self.policy.base,
             adapters=adapters_of(self.config.lora),
-            moved=self._limits.movements,
+            moved=dict(self._limits.moved),
         )
 
     def restore_facts(self, facts: LearnerFacts) -> None:
         """Restore that state from a checkpoint; raises ForeignError."""
         check_same(facts, self.collect_facts())
-        self._limits.restore_movements(facts.moved)
+        self._limits.moved = dict(facts.moved)
 
     def _compare_pass(self, micro: MicroBatch, figures: TokenFigures) -> Tensor:
         """Score a pass, and add its difference from the engine to the figures."""

@@ -110,7 +110,7 @@ class TrainSample:
     contexts: tuple[Ids, ...] = ()  #: context tokens before each later turn, at least one each
     parents: Parents = ()  #: turn that each turn follows; (): the one before it
     values: NDArray[np.float64] | None = None  #: a critic's, before each token of the response
-    advantage: float | NDArray[np.float64] = 0.0  #: for all response tokens, or for each
+    advantage: NDArray[np.float64] | None = None  #: for all response tokens, or for each
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids) or not len(self.response_ids):
@@ -156,7 +156,8 @@ class TrainSample:
 
     @property
     def token_advantages(self) -> NDArray[np.float64]:
-        return np.broadcast_to(np.float64(self.advantage), len(self.response_ids))
+        found = 0.0 if self.advantage is None else self.advantage
+        return np.broadcast_to(np.float64(found), len(self.response_ids))
 
     @property
     def weight_version(self) -> int:

@@ -1,7 +1,8 @@
 """State of the training that made a checkpoint: trainer.json.
 
-Reads   the bytes of that file
-Gives   ResumeState, LearnerFacts; `encode`, `decode`; CheckpointError for an invalid file
+Reads   the bytes of that file; the checkpoints of a run
+Gives   ResumeState, LearnerFacts; `encode`, `decode`, `iter_checkpoints`; CheckpointError for an
+        invalid file
 
 Without torch: the trainer actor, which writes and reads the file, does not load it. Consumed
 samples are listed by id since the previous checkpoint; one digest, chained over all batches before,
@@ -10,9 +11,14 @@ allows a comparison with the log.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
 import msgspec
 
 from laminar.names import ids
+from laminar.run.directory import CHECKPOINTS_DIR, ORIGIN_DIR, RESUME_FILE
 
 
 class CheckpointError(RuntimeError):
@@ -90,3 +96,11 @@ def decode(data: bytes) -> ResumeState:
         return msgspec.json.decode(data, type=ResumeState)
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"its trainer.json is damaged: {error}") from error
+
+
+def iter_checkpoints(run_dir: Path) -> Iterator[tuple[Path, ResumeState]]:
+    """Yield the directories of readable checkpoints, that of a fork's origin last, with states."""
+    files = sorted(run_dir.glob(f"{CHECKPOINTS_DIR}/[!.]*/{RESUME_FILE}"))
+    for file in (*files, run_dir / ORIGIN_DIR / RESUME_FILE):
+        with suppress(CheckpointError, OSError):  # damaged, none, or removed by the running run
+            yield file.parent, decode(file.read_bytes())

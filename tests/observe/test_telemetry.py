@@ -23,9 +23,10 @@ from laminar.cli.coord import Observers
 from laminar.core.state.state import State
 from laminar.events.base import Stamped
 from laminar.observe.board import Board, Scalars
-from laminar.observe.files import GrowingFile, ReplacedFile, cut_rows
+from laminar.observe.files import GrowingFile, cut_rows
 from laminar.observe.logs import configure_logging, get_logger
 from laminar.observe.telemetry import Outlet, PartlyWritten, Telemetry
+from laminar.run.renames import write_whole
 
 DEADLINE_S = 60.0
 ROW = struct.Struct("<4q")
@@ -180,8 +181,8 @@ def test_a_replaced_file_is_the_old_one_when_there_is_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what was written of the new one takes no room either."""
-    file = ReplacedFile(tmp_path, "status.json")
-    file.write([b"old"])
+    file = tmp_path / "status.json"
+    write_whole(file, b"old", durable=False)
 
     def full(path: Path, data: bytes) -> int:
         with open(path, "wb") as half:
@@ -190,7 +191,7 @@ def test_a_replaced_file_is_the_old_one_when_there_is_no_room(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
-        file.write([b"new"])
+        write_whole(file, b"new", durable=False)
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("status.json", b"old")]
 
 

@@ -22,6 +22,7 @@ import structlog
 
 from laminar.actors.system import warm
 from laminar.actors.system.roles import Needs
+from laminar.config.tasks import EnvConfig
 from laminar.coordinator import background
 from laminar.coordinator.background import ChildBackground
 from laminar.coordinator.strategy import StrategyWorker
@@ -80,7 +81,7 @@ async def reward_worker(folder: Path) -> AsyncIterator[Use]:
 
 @asynccontextmanager
 async def environment(folder: Path) -> AsyncIterator[Use]:
-    pool = SessionPool(write_source(folder), "")
+    pool = SessionPool(EnvConfig(path=write_source(folder), memory_mb=0))
 
     async def use(word: str) -> Any:
         session = await pool.open()

@@ -56,7 +56,7 @@ class Bench:
         return sequence
 
     def pause(self) -> None:
-        self.engine.freeze_time()
+        self.engine.advance_to_now()
 
     def resume(self) -> None:
         self.engine.resume_time()

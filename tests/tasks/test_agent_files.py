@@ -6,11 +6,13 @@ Those of other libraries need these: `make test-agents` has them.
 import asyncio
 import importlib.util
 import json
+import os
 import socket
 import sys
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 from urllib.request import urlopen
 
 import pytest
@@ -63,8 +65,9 @@ uvicorn.Server(uvicorn.Config(app, log_level="error")).run([__import__("socket")
 @asynccontextmanager
 async def session(name, of, row=None, **variables):
     """A session that was reset, and what reset said."""
-    pool = SessionPool(str(CONFIGS / name), of, env=variables)
-    await pool.start()
+    pool = SessionPool(EnvConfig(path=str(CONFIGS / name), name=of, memory_mb=0))
+    with patch.dict(os.environ, variables):
+        await pool.start()
     try:
         opened = await pool.open()
         said = await opened.send_request(
@@ -91,8 +94,8 @@ def needs(module):
 
 def test_what_they_declare():
     def tools(name, of):
-        found = load_declaration(EnvConfig(path=str(CONFIGS / name), name=of))
-        return [tool["function"]["name"] for tool in json.loads(found.tools)], found.has_reward
+        schemas, has_reward = load_declaration(EnvConfig(path=str(CONFIGS / name), name=of))
+        return [tool["function"]["name"] for tool in json.loads(schemas)], has_reward
 
     assert tools("recipes/calculator/calculator.py", "Calculator") == (["add"], False)
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from laminar.actors.model_files import save_model
 from laminar.run.directory import RESUME_FILE
 from laminar.training import trainer_state
+from laminar.training.checkpoints import checkpoint
 from laminar.training.learner import Learner
 from laminar.training.trainer_state import ResumeState
 from tools.kit.one_process import make_files
@@ -22,3 +23,9 @@ async def saved(learner: Learner, source: Path, directory: Path) -> Path:
         files, directory, await files.copy(), {RESUME_FILE: trainer_state.encode(found)}
     )
     return directory
+
+
+def load_checkpoint(directory: Path, learner: Learner) -> ResumeState:
+    """Verify a checkpoint and restore the learner from it."""
+    checkpoint.verify_checkpoint(directory)
+    return checkpoint.restore_checkpoint(directory, learner)

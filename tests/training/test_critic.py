@@ -20,7 +20,6 @@ from laminar.config.algorithm import LossAggMode
 from laminar.training import critic
 from laminar.training.algorithms import advantages
 from laminar.training.algorithms.advantages import Estimator
-from laminar.training.checkpoints import checkpoint
 from laminar.training.critic import Critic
 from laminar.training.learner import Learner
 from laminar.training.model.policy import (
@@ -33,7 +32,7 @@ from laminar.training.model.policy import (
 from laminar.training.steps import CRITIC_WARMUP, TrainSample
 from laminar.training.trainer_state import CheckpointError
 from tests.training.plain_terms import plain_value_loss
-from tests.training.saved_checkpoint import saved
+from tests.training.saved_checkpoint import load_checkpoint, saved
 from tools.kit.one_process import OneLearner, make_files, named_weights
 
 Make = Callable[..., Any]
@@ -357,7 +356,7 @@ async def test_it_goes_on_from_a_checkpoint_to_the_bit(
         content(m.model) for m in (trained.learner.critic.model, trained.learner.policy)
     )
     trained.fresh()
-    checkpoint.load_checkpoint(directory, trained.learner)
+    load_checkpoint(directory, trained.learner)
     assert [r.metrics for r in trained.train(2, 3)] == [r.metrics for r in expected]
     assert content(trained.learner.critic.model.model) == values
     assert content(trained.learner.policy.model) == policy
@@ -372,10 +371,10 @@ async def test_a_damaged_critic_is_refused(tmp_path: Path, run: Callable[..., Ru
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"its critic/optimizer.safetensors is damaged"):
-        checkpoint.load_checkpoint(directory, trained.learner)
+        load_checkpoint(directory, trained.learner)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"critic/optimizer.safetensors"):
-        checkpoint.load_checkpoint(directory, trained.learner)
+        load_checkpoint(directory, trained.learner)
 
 
 async def test_a_fork_may_begin_with_a_new_critic_or_without_one(
@@ -389,10 +388,10 @@ async def test_a_fork_may_begin_with_a_new_critic_or_without_one(
     second = await without.save(tmp_path / "without")
     assert (first / "critic").is_dir() and not (second / "critic").exists()
     with_one.fresh()
-    checkpoint.load_checkpoint(second, with_one.learner)
+    load_checkpoint(second, with_one.learner)
     assert not with_one.learner.critic.model.model.score.weight.any()
     without.fresh()
-    checkpoint.load_checkpoint(first, without.learner)
+    load_checkpoint(first, without.learner)
 
 
 async def test_what_is_published_and_exported_has_nothing_of_it(

@@ -20,7 +20,7 @@ from laminar.training.checkpoints.file_digests import (
     CRITIC_OPTIMIZER_FILE,
     write_digests,
 )
-from laminar.training.distributed_learner import WireSample, row_of, sample_of
+from laminar.training.distributed_learner import TrainOrder, _decoder, _encoder
 from laminar.training.learner import Learner
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.model.policy import load_critic, load_policy
@@ -30,6 +30,7 @@ from laminar.training.trainer_state import CheckpointError, ResumeState, encode
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import build_manifest
 from laminar.weights.version.tensors import write_tensors
+from tests.training.saved_checkpoint import load_checkpoint
 from tools.kit import rank_cases
 from tools.kit.extras import needs_peft
 from tools.kit.one_process import build_tensor_manifest, make_files, named_weights
@@ -149,7 +150,7 @@ async def test_a_checkpoint_has_the_same_bytes_from_any_number_of_ranks(
         assert digest == one.digest()
         assert files_of(target) == files_of(saved)
         check_damage_is_seen(target)
-    checkpoint.load_checkpoint(target, one.learner)
+    load_checkpoint(target, one.learner)
     write_digests(target)  # of each file as a whole, as earlier checkpoints have them
     checkpoint.verify_checkpoint(target)
 
@@ -187,7 +188,7 @@ async def test_ranks_publish_save_and_export_adapters_as_one_process(
         for name in ("optimizer.safetensors", ADAPTER_FILE):
             assert (target / name).read_bytes() == (saved / name).read_bytes()
         assert apart(saved, target) <= 1e-6
-        checkpoint.load_checkpoint(target, one.learner)
+        load_checkpoint(target, one.learner)
     exported = tmp_path / "export"
     run(ranks, 2, "export", settings, str(exported))
     same = OneProcess(exported, settings_of(exported))
@@ -286,14 +287,11 @@ def test_buffers_that_are_in_no_file_are_made(
     assert wrong != pytest.approx(expected, abs=1e-2)
 
 
-def test_a_rank_is_sent_all_of_a_sample_but_what_ranks_work_out() -> None:
-    """Each works out advantages from the whole batch, which may give one to each token."""
-    assert {f.name for f in fields(TrainSample)} - set(WireSample.__struct_fields__) == {
-        "advantage",
-        "penalty",
-        "values",
-    }
-    sample = make_samples()[0]
-    again = sample_of(row_of(replace(sample, advantage=3.0, penalty=-1.0, values=np.ones(9))))
+def test_a_rank_is_sent_all_of_a_sample() -> None:
+    sample = replace(make_samples()[0], turns=(4, 5), contexts=(np.array([7], np.int32),))
+    order = TrainOrder((replace(sample, parents=(-1, 0)),), 3)
+    again = _decoder.decode(_encoder.encode(order))
+    assert isinstance(again, TrainOrder) and again.step == 3
     for field in fields(TrainSample):
-        np.testing.assert_array_equal(getattr(again, field.name), getattr(sample, field.name))
+        expected = getattr(order.batch[0], field.name)
+        np.testing.assert_array_equal(getattr(again.batch[0], field.name), expected)

@@ -170,7 +170,7 @@ def test_rows_may_be_as_far_off_as_the_trainer_has_moved_since(
 def test_a_limit_is_rounding_and_what_the_steps_since_have_moved() -> None:
     limits = engine_mismatch.MismatchLimits(0.01)
     for step, distance in ((0, 0.1), (1, 0.0), (2, 0.2)):
-        limits.record_movement(step, distance)
+        limits.moved[step] = distance
     tokens, siblings, doubt = 10_000, 4.0, 0.25
     few = 1 + engine_mismatch.FEW_TOKENS / math.sqrt(tokens / siblings)
     expected = {
@@ -209,7 +209,7 @@ def suspected(
 
 def test_few_tokens_and_an_unknown_step_prove_nothing() -> None:
     limits = engine_mismatch.MismatchLimits(0.01)
-    limits.record_movement(1, 0.0)
+    limits.moved[1] = 0.0
     assert not suspected(limits, 0.04, 1, made=2)
     assert suspected(limits, 0.04, 1_000, made=2)
     assert not suspected(limits, 9.0, 1_000, made=0)
@@ -219,8 +219,8 @@ def test_the_first_tokens_of_siblings_prove_little(make_samples: Make) -> None:
     """As in a clean run in flight: eight siblings had sampled twelve tokens when weights came, and
     two steps had moved all tokens by 0.0032 on average, the first one of this prompt by more."""
     limits = engine_mismatch.MismatchLimits(engine_mismatch.ROUNDING["float32"])
-    limits.record_movement(0, 0.0016)
-    limits.record_movement(1, 0.0016)
+    limits.moved[0] = 0.0016
+    limits.moved[1] = 0.0016
     assert not suspected(limits, 0.0352, 12, made=0, siblings=8.0)
     assert suspected(limits, 0.0352, 12, made=0)
     assert suspected(limits, 0.0352, 240, made=0, siblings=8.0)
@@ -255,7 +255,7 @@ def test_a_step_that_moves_what_is_in_doubt_is_measured_there(make_samples: Make
     assert np.mean(moves[::8]) < np.mean(moves) / 10
 
     limits = engine_mismatch.MismatchLimits(engine_mismatch.ROUNDING["float32"])
-    limits.record_movement(1, pull)
+    limits.moved[1] = pull
     honest_diff = pull * 0.3
     assert honest_diff > engine_mismatch.MOVEMENT_FACTOR * np.mean(moves)
     assert not suspected(limits, honest_diff, 200, made=1, siblings=8.0, doubt=0.3)

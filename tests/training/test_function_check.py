@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from laminar.config import Config, ConfigError
-from laminar.launch.function_check import check_functions
+from laminar.launch.preflight import check_functions
 from laminar.run.user_file import file_digests
 from laminar.training.function_check import try_functions
 from laminar.training.learner import Learner
@@ -123,7 +123,7 @@ def test_a_function_that_is_not_there(
 
 
 def test_names_of_ours_are_not_tried(make_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laminar.launch.function_check.call_isolated", None)
+    monkeypatch.setattr("laminar.launch.preflight.call_isolated", None)
     check_functions(make_config({LOSS: "gspo", ESTIMATOR: "rloo"}).algorithm)
 
 

@@ -19,7 +19,7 @@ from laminar.training.checkpoints.checkpoint import iter_moments
 from laminar.training.learner import Learner
 from laminar.training.model.policy import LoadedPolicy, load_policy
 from laminar.training.trainer_state import CheckpointError, ResumeState
-from tests.training.saved_checkpoint import saved
+from tests.training.saved_checkpoint import load_checkpoint, saved
 
 Make = Callable[..., Any]
 SETTINGS = {
@@ -87,7 +87,7 @@ async def test_two_more_steps_give_the_same_weights_and_moments(
 
     trained.learner = trained.fresh(trained.source)
     assert trained.content() != content
-    found = checkpoint.load_checkpoint(directory, trained.learner)
+    found = load_checkpoint(directory, trained.learner)
     assert (found.version, found.step, found.batches) == (2, 2, (("0.0.0",),))
     assert found.learner.torch == torch.__version__ and found.learner.threads == 1
     assert [r.metrics for r in trained.train(2, 3)] == [r.metrics for r in expected]
@@ -104,7 +104,7 @@ async def test_what_an_engine_may_differ_by_is_known_as_before(
     (expected,) = trained.train(2)
     assert expected.left_out
     trained.learner = trained.fresh(trained.source)
-    checkpoint.load_checkpoint(directory, trained.learner)
+    load_checkpoint(directory, trained.learner)
     (again,) = trained.train(2)
     assert again.left_out == expected.left_out
 
@@ -115,7 +115,7 @@ async def test_a_checkpoint_before_any_update_has_no_moments(
     trained = run()
     directory = await trained.save(tmp_path / "step_2")
     trained.train(0)
-    checkpoint.load_checkpoint(directory, trained.learner)
+    load_checkpoint(directory, trained.learner)
     fresh = trained.content()
     assert not any(name.startswith("exp_avg") for name in fresh)
 
@@ -135,7 +135,7 @@ async def test_a_checkpoint_without_the_size_of_a_chunk_is_loaded(
     monkeypatch.setattr(trainer_state, "encode", without)
     directory = await trained.save(tmp_path / "step_2")
     trained.learner = trained.fresh(trained.source)
-    assert checkpoint.load_checkpoint(directory, trained.learner).learner.logit_chunk_tokens == 0
+    assert load_checkpoint(directory, trained.learner).learner.logit_chunk_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
@@ -147,7 +147,7 @@ async def test_one_flipped_bit_is_refused(
     directory = await trained.save(tmp_path / "step_2")
     flip_bit(directory / name)
     with pytest.raises(CheckpointError, match=rf"step_2 .*{name} is damaged"):
-        checkpoint.load_checkpoint(directory, trained.learner)
+        load_checkpoint(directory, trained.learner)
 
 
 async def test_what_changes_before_it_is_digested_is_refused(
@@ -170,7 +170,7 @@ async def test_what_changes_before_it_is_digested_is_refused(
     monkeypatch.setattr(distributed_learner, "write_rows", damaged)
     directory = await trained.save(tmp_path / "step_3")
     with pytest.raises(CheckpointError, match=r"step_3 .*model\.safetensors is damaged"):
-        checkpoint.load_checkpoint(directory, trained.learner)
+        load_checkpoint(directory, trained.learner)
 
 
 def flip_bit(path: Path) -> None:
@@ -185,7 +185,7 @@ async def test_a_missing_file_is_named(name: str, tmp_path: Path, run: Callable[
     directory = await trained.save(tmp_path / "step_2")
     (directory / name).unlink()
     with pytest.raises(CheckpointError, match=name):
-        checkpoint.load_checkpoint(directory, trained.learner)
+        load_checkpoint(directory, trained.learner)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ async def test_another_model_is_refused(
     directory = await trained.save(tmp_path / "step_2")
     make_model(7, **other).save_pretrained(trained.source)
     with pytest.raises(ConfigError, match=found):
-        checkpoint.load_checkpoint(directory, trained.fresh(trained.source))
+        load_checkpoint(directory, trained.fresh(trained.source))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])

@@ -17,7 +17,7 @@ ME = RelayIdentity(run="run", name="relay-0", incarnation=1, key=b"k" * 32)
 class Parts:
     """The sender, the network and the connection of a hop."""
 
-    idle, bytes_in, bytes_out, current = True, 0, 0, None
+    idle, current = True, None
     error: OSError = TimeoutError(110, "Connection timed out")
 
     def connect(self, *_: Any) -> Parts:

@@ -1,7 +1,7 @@
 """The predecessor of a relay, played by hand: its handshake and the relay's replies.
 
 Reads   messages of a relay to a connection at its bulk address
-Gives   hello, greet: as relay-9; introduction, received, ended
+Gives   hello, greet: as relay-9; received, ended
 """
 
 from __future__ import annotations
@@ -10,39 +10,24 @@ import socket
 from typing import Any
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.handshake import PREDECESSOR, HandshakeTranscript
+from laminar.weights.chain.handshake import PREDECESSOR, compute_proof
 
 WAIT_S = 20
 KEY, NONCE = b"key", bytes(16)
 
 
-def hello(**changes: Any) -> bytes:
+def hello(**changes: Any) -> wire.ChainHello:
     fields = {"run": "run", "name": "relay-9", "incarnation": 1, "chain": 1, "nonce": NONCE}
-    return wire.encode(wire.ChainHello(**(fields | changes)))
-
-
-def introduction(challenge: wire.Challenge, run: str = "run") -> HandshakeTranscript:
-    """Return the transcript on which relay-9, which sent `hello()`, and the relay must agree."""
-    return HandshakeTranscript(
-        run=run,
-        predecessor="relay-9",
-        predecessor_incarnation=1,
-        predecessor_nonce=NONCE,
-        successor=challenge.name,
-        successor_incarnation=challenge.incarnation,
-        successor_nonce=challenge.nonce,
-        chain=1,
-    )
+    return wire.ChainHello(**(fields | changes))
 
 
 def greet(sock: socket.socket, run: str = "run", key: bytes = KEY) -> bytes:
     """Complete the handshake as predecessor of the relay, and return the bytes sent to it."""
-    said = hello(run=run)
-    sock.sendall(said)
-    told = introduction(received(sock, wire.successor_decoder), run)
-    proof = wire.encode(wire.Proof(proof=told.compute_proof(key, PREDECESSOR)))
-    sock.sendall(proof)
-    return said + proof
+    sock.sendall(said := wire.encode(hello(run=run)))
+    challenge = received(sock, wire.successor_decoder)
+    proof = compute_proof(key, PREDECESSOR, hello(run=run), challenge)
+    sock.sendall(proved := wire.encode(wire.Proof(proof=proof)))
+    return said + proved
 
 
 def received(sock: socket.socket, decoder: Any) -> Any:

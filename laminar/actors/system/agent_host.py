@@ -41,7 +41,7 @@ class RealHostParts:
         tools = decode_tools(config.env)
         return Environments(
             config,
-            SessionPool.from_config(config.env, on_output=printed, reward=reward_spec(config)),
+            SessionPool(config.env, on_output=printed, reward=reward_spec(config)),
             Renderer(tokenizer, config.data, tools, stop_ids),
             CallParser(tokenizer, tools),
             self._decode,

@@ -66,18 +66,6 @@ class BatchClock:
     def running(self) -> int:
         return self.batch.running + self._hanging
 
-    @property
-    def waiting(self) -> int:
-        return self.batch.waiting
-
-    @property
-    def cached(self) -> int:
-        return self.batch.cached
-
-    @property
-    def preempted(self) -> int:
-        return self.batch.preempted
-
     def add(self, sequence: ClockSequence) -> None:
         """Add a response; if it hangs, it does not slow the others."""
         self._update_clock()
@@ -134,10 +122,6 @@ class BatchClock:
         finished = [self.sequences.pop(i) for i in self.batch.finished if i in self.sequences]
         self.batch.finished.clear()
         return finished
-
-    def freeze_time(self) -> None:
-        """Freeze the batch with its process."""
-        self.advance_to_now()
 
     def resume_time(self) -> None:
         """Resume after a freeze, or at another speed."""

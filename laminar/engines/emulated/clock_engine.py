@@ -101,9 +101,9 @@ class ClockEngine:
     def get_stats(self) -> protocol.EngineStats:
         """Deliver the tokens sampled so far, and return the state."""
         self._deliver_tokens()
-        clock = self.clock
+        running, batch = self.clock.running, self.clock.batch
         return protocol.EngineStats(
-            clock.cached, self._capacity, clock.running, clock.waiting, clock.preempted
+            batch.cached, self._capacity, running, batch.waiting, batch.preempted
         )
 
     def drain_steps(self) -> list[protocol.EngineStep]:

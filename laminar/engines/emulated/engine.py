@@ -135,7 +135,7 @@ class EmulatedEngine(ClockEngine):
         now, tokens, running = time.monotonic_ns(), self._tokens, self.clock.running
         begun, self._from_ns, self._tokens = self._from_ns, now, 0
         if running and tokens > running:
-            step_ns = self._timing.step_ns(running, self.clock.cached)
+            step_ns = self._timing.step_ns(running, self.clock.batch.cached)
             end = min(begun + int(step_ns), now)
             self._steps.append(protocol.EngineStep(begun, end, running, running))
             begun, tokens = end, tokens - running

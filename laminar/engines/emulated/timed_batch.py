@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from laminar.engines.emulated.timing import EngineTiming
@@ -27,17 +28,18 @@ SPARE_SHARE = 0.01
 NO_LIMIT = 1 << 62  #: tokens: more than any cache must hold
 
 
+@dataclass(slots=True, eq=False)
 class _TimedSequence:
     """State of a response in the batch."""
 
-    __slots__ = ("end", "id", "prompt", "runs", "since", "tokens", "total", "wanted")
-
-    def __init__(self, sequence_id: str, prompt: int, tokens: int, total: int) -> None:
-        self.id, self.prompt, self.tokens, self.total = sequence_id, prompt, tokens, total
-        self.since = 0  #: step at which it had `tokens`
-        self.end = 0  #: step after which it is finished
-        self.runs = False
-        self.wanted = True  #: False once removed
+    id: str
+    prompt: int
+    tokens: int
+    total: int
+    since: int = 0  #: step at which it had `tokens`
+    end: int = 0  #: step after which it is finished
+    runs: bool = False
+    wanted: bool = True  #: False once removed
 
     @property
     def cached(self) -> int:

@@ -18,24 +18,10 @@ from numpy.typing import NDArray
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-_MASK = (1 << 64) - 1
-
-
-def splitmix64(seed: int, index: int) -> int:
-    """Return output number `index` (from 0) of the generator that starts at `seed`; a uint64."""
-    z = (seed + (index + 1) * _GAMMA) & _MASK
-    z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
-    z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
-    return z ^ (z >> 31)
-
-
-def draw_uniform(seed: int, position: int) -> float:
-    """Return u in [0, 1) for the token at `position` = number of tokens before it with prompt."""
-    return (splitmix64(seed, position) >> 11) * 2.0**-53
 
 
 def draw_uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return `draw_uniform` of each pair; both arguments [n], the result [n]."""
+    """Return u in [0, 1) for each pair, [n]; a position counts the tokens before, with prompt."""
     z = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)

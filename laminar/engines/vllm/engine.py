@@ -290,7 +290,7 @@ class VllmEngine:
     async def _call_core(self, seconds: float, what: str, call: Awaitable[T]) -> T:
         """Call the core, with a timeout; EngineError if it is dead, frozen, or fails."""
         try:
-            return await asyncio.wait_for(_as_coroutine(call), seconds)
+            return await asyncio.wait_for(call, seconds)
         except TimeoutError:
             self._fail_engine(f"vLLM's engine core did not answer {what} within {seconds:.0f} s")
         except EngineDeadError:
@@ -338,7 +338,3 @@ class VllmEngine:
         if not self.failed.done():
             self.failed.set_exception(EngineError(why))
             self._running.drop_all()
-
-
-async def _as_coroutine(call: Awaitable[T]) -> T:
-    return await call

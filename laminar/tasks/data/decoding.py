@@ -34,7 +34,8 @@ def make_decoder(run_dir: Path, config: Config) -> Callable[[list[int]], str]:
     """
     if config.is_emulated:
         return lambda ids: f"{len(ids)} emulated tokens"
-    for directory in (Path(config.model.name), *written_models(run_dir)):
+    written = [run_dir / EXPORT_DIR, *sorted((run_dir / CHECKPOINTS_DIR).glob("step_*"))]
+    for directory in (Path(config.model.name), *written):
         if (directory / TOKENIZER_FILE).is_file():
             return _load_quick_decoder(directory / TOKENIZER_FILE)
     return _make_text_decoder(load_tokenizer(config.model.name))
@@ -51,11 +52,6 @@ def make_response_decoder(
 def _make_text_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     core = getattr(tokenizer, "backend_tokenizer", None)
     return partial(_decode_ids, core) if core else lambda ids: str(tokenizer.decode(ids))
-
-
-def written_models(run_dir: Path) -> list[Path]:
-    """Return the directories of models written by the run, each with the run's tokenizer."""
-    return [run_dir / EXPORT_DIR, *sorted((run_dir / CHECKPOINTS_DIR).glob("step_*"))]
 
 
 def _load_quick_decoder(file: Path) -> Callable[[list[int]], str]:

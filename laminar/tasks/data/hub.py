@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from laminar.config import Config, ConfigError, replace_keys
 from laminar.config.paths import HUB_FILE, HUB_MODEL
+from laminar.run.user_file import get_first_line
 
 DATA_PREFIX = f"{HUB_FILE}datasets/"
 MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
@@ -100,9 +101,9 @@ def _fetch(wanted: HubFiles, what: str) -> Path:
     except Exception as error:  # network, hub, reply and disk raise many types
         raise ConfigError(
             f"{what} the hub does not provide {wanted.kind} {wanted.repo!r}: "
-            f"{_first_line(error)}; give a local path, or download it on a machine with a "
-            f"network: {_fetch_command(wanted)} (HF_HOME has the downloads and can be copied; "
-            "HF_TOKEN gives access to private repositories)"
+            f"{get_first_line(error).rstrip('.')}; give a local path, or download it on a machine "
+            f"with a network: {_fetch_command(wanted)} (HF_HOME has the downloads and can be "
+            "copied; HF_TOKEN gives access to private repositories)"
         ) from None
     return Path(found)
 
@@ -116,8 +117,3 @@ def _fetch_command(wanted: HubFiles) -> str:
     if wanted.revision:
         words += ["--revision", wanted.revision]
     return " ".join(words)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -27,7 +27,7 @@ import msgspec
 import xxhash
 
 from laminar.config import ConfigError, DataConfig
-from laminar.run.user_file import replace_surrogates
+from laminar.run.user_file import get_first_line, replace_surrogates
 
 ANSWER_KEYS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
 PARQUET = ".parquet"
@@ -145,7 +145,7 @@ def make_dataset(name: str, config: dict[str, Any], size: int, seed: int) -> Any
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"data.dataset_config = {config!r} is refused by the dataset {name}: "
-            f"{_one_line(error)}; correct the value"
+            f"{get_first_line(error)}; correct the value"
         ) from None
 
 
@@ -157,7 +157,7 @@ def _dataset_rows(data: DataConfig) -> Iterator[PromptRow]:
             item = dataset[index]
         except Exception as error:  # datasets raise various types
             raise ConfigError(
-                f"{where} could not be made ({_one_line(error)}); change data.dataset_config, "
+                f"{where} could not be made ({get_first_line(error)}); change data.dataset_config, "
                 "data.dataset_seed or data.dataset_size"
             ) from None
         columns = {key: _to_plain_column(where, key, value) for key, value in item.items()}
@@ -251,7 +251,8 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ConfigError(
-            f"data file {path} is not a readable parquet file: {_one_line(error)}; write it again"
+            f"data file {path} is not a readable parquet file: {get_first_line(error)}; write it "
+            "again"
         ) from None
     for number, record in enumerate(table.to_pylist()):
         yield f"{path} row {number}", record
@@ -411,7 +412,3 @@ def _to_plain_column(where: str, name: str, value: Any) -> Any:
             f"{where}: the column {name!r} has a value of type {error}, which cannot be stored; "
             "drop the column or write it as text, numbers and lists"
         ) from None
-
-
-def _one_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -37,9 +37,8 @@ from laminar.tasks.environments.session_process import (
     Serve,
     run_fork_server,
     seed_random,
-    to_coroutine,
 )
-from laminar.tasks.rewards.results import call_guarded
+from laminar.tasks.rewards.results import call_guarded, to_coroutine
 
 HOSTS = "127.0.0.1,localhost"
 TASK_VARIABLE, TASK_FILE = "LAMINAR_TASK_FILE", "task.json"

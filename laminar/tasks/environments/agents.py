@@ -144,7 +144,7 @@ class Agents(Sessions):
         on_output: Output = len,
     ) -> None:
         """Create them, not started; `decode` returns the text of a turn without its end token."""
-        pool = SessionPool.from_config(config.env, agents=config.agents, on_output=on_output)
+        pool = SessionPool(config.env, agents=config.agents, on_output=on_output)
         super().__init__(config, pool)
         model = Path(config.model.name).name
         self._form = ChatFormat(tokenizer, config.data, end_ids, decode, model, config.agents)

@@ -18,7 +18,7 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -217,28 +217,28 @@ class ChatEndpoint:
             routes.append(Route("/{session}" + api.path, answer, methods=["POST"]))
         return Starlette(routes=routes, exception_handlers={404: _refuse_path, 405: _refuse_path})
 
-    async def _list_models(self, request: Any) -> _Json:
+    async def _list_models(self, request: Any) -> Any:
         if self._find_gate(request) is None:
-            return _Json(401, WRONG_KEY)
+            return _make_response(401, WRONG_KEY)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "laminar"}
-        return _Json(200, json.dumps({"object": "list", "data": [model]}))
+        return _make_response(200, json.dumps({"object": "list", "data": [model]}))
 
-    async def _answer_request(self, api: Api, request: Any) -> _Json | _Client:
+    async def _answer_request(self, api: Api, request: Any) -> Any:
         if (gate := self._find_gate(request)) is None:
-            return _Json(401, api.format_error(WRONG_KEY))
+            return _make_response(401, api.format_error(WRONG_KEY))
         body = bytearray()
         async for part in request.stream():
             body += part
             if len(body) > BODY_BYTES_MAX:
                 long = f"the body must have a length of at most {BODY_BYTES_MAX} bytes"
-                return _Json(400, api.format_error(chat.make_error(long)))
+                return _make_response(400, api.format_error(chat.make_error(long)))
         try:
             if len(body) > LARGE_BODY_BYTES:
                 asked = await asyncio.to_thread(api.read, bytes(body), self._sampling)
             else:
                 asked = api.read(bytes(body), self._sampling)
         except RequestRefused as refused:
-            return _Json(400, api.format_error(refused.body))
+            return _make_response(400, api.format_error(refused.body))
         self._on_replaced(asked.replaced or {})
         return _Client(gate, api, asked, is_retry=request.headers.get(RETRY, "0") != "0")
 
@@ -258,22 +258,15 @@ WRONG_KEY = chat.make_error(
 )
 
 
-async def _refuse_path(request: Any, error: Any) -> _Json:
-    return _Json(404, chat.make_error(UNKNOWN))
+async def _refuse_path(request: Any, error: Any) -> Any:
+    return _make_response(404, chat.make_error(UNKNOWN))
 
 
-class _Json(NamedTuple):
-    """A reply that is known at once."""
+def _make_response(status: int, body: str) -> Any:
+    """Make a reply that is known at once, of JSON."""
+    from starlette.responses import Response
 
-    status: int
-    body: str
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
-        data = self.body.encode()
-        size = [(b"content-length", str(len(data)).encode())]
-        await send(_make_head(self.status, "application/json", size))
-        await send({"type": "http.response.body", "body": data})
+    return Response(body, status, media_type="application/json")
 
 
 class _Client:
@@ -285,7 +278,7 @@ class _Client:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for the turn and send it, or keep it if the client has left."""
-        self._receive, self._send = receive, send
+        self._scope, self._receive, self._send = scope, receive, send
         watching = asyncio.create_task(self._watch_connection(receive))
         try:
             await self._gate.answer_request(self._asked, self, is_retry=self._is_retry)
@@ -320,7 +313,8 @@ class _Client:
         api, stream = self._api, self._asked.stream
         body = (api.format_error if reply.refused else api.format_reply)(reply.body)
         if not self._has_begun and (reply.refused or not stream):
-            await _Json(400 if reply.refused else 200, body)({}, self._receive, self._send)
+            response = _make_response(400 if reply.refused else 200, body)
+            await response(self._scope, self._receive, self._send)
             return True
         if stream and reply.refused:
             body = f"event: error\ndata: {body}\n\n"
@@ -334,10 +328,6 @@ class _Client:
         if not self._has_begun:
             self._has_begun = True
             kind = "text/event-stream" if self._asked.stream else "application/json"
-            await self._send(_make_head(200, kind))
+            headers = [(b"content-type", kind.encode())]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-
-def _make_head(status: int, kind: str, more: Sequence[tuple[bytes, bytes]] = ()) -> Scope:
-    headers = [(b"content-type", kind.encode()), *more]
-    return {"type": "http.response.start", "status": status, "headers": headers}

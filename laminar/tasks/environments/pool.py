@@ -107,8 +107,6 @@ class Sessions(ABC):
     reset_failed: str  #: beginning of the reason if no session could be started
 
     def __init__(self, config: Config, pool: SessionPool) -> None:
-        self.sessions_lost = 0  #: number of sessions that ended by themselves
-        self.sessions_killed = 0  #: number of sessions killed because a call ran too long
         self._env, self._reward, self._pool = config.env, config.reward, pool
         self._room = asyncio.Semaphore(config.max_sessions)
         self._conversations: dict[str, Conversation] = {}
@@ -223,7 +221,6 @@ class Sessions(ABC):
             process.kill()
             if conversation.forgotten:
                 raise SessionLost("its trajectory is no longer needed")
-            self.sessions_lost += 1
             reason = str(started)
         raise EnvironmentFailed(f"{self.reset_failed}; last reason: {reason}")
 
@@ -281,12 +278,10 @@ class Sessions(ABC):
                     reply = await use(process)
                 return reply, asyncio.get_running_loop().time() - began
             except TimeoutError:
-                self.sessions_killed += 1
                 conversation.killed_after_s = limit_s
                 self._close_session(conversation)
                 raise CallKilled from None
             except ChildLost as error:
-                self.sessions_lost += 1
                 self._close_session(conversation)
                 died = error
         lost = SessionLost if isinstance(died, AllSessionsDied) else EnvironmentFailed

@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 
 from laminar.config import ConfigError
@@ -93,52 +92,28 @@ class SessionPool:
 
     def __init__(
         self,
-        path: str,
-        name: str,
-        *,
-        unsafe_local_code: bool = False,
-        memory_mb: int = 0,
-        start_timeout_s: float = IMPORT_TIMEOUT_S,
-        env: Mapping[str, str] | None = None,
-        on_output: Output = len,
-        reward: RewardSpec | None = None,
-        agents: AgentsConfig | None = None,
-    ) -> None:
-        """Create the pool; `memory_mb` limits each process of a session, 0 means no limit.
-
-        `env` is added to the environment of the processes; `on_output` gets their output.
-        `reward` are the functions that sessions call, because one takes the environment.
-        """
-        self.has_reward = False  #: sessions give the reward; known after the start
-        reward = reward if reward is not None and reward.takes_environments else None
-        command = agents.command if agents is not None else []
-        self._start = ForkServerStart(path, name, unsafe_local_code, memory_mb, reward, command)
-        self._module = ENVIRONMENTS if agents is None else AGENTS
-        self._start_timeout_s, self._on_output = start_timeout_s, on_output
-        self._env = {**os.environ, **(env or {})}
-        self._warm: _ForkServerClient | None = None
-        self._starting = asyncio.Lock()
-
-    @classmethod
-    def from_config(
-        cls,
         env: EnvConfig,
         *,
         agents: AgentsConfig | None = None,
         on_output: Output = len,
         reward: RewardSpec | None = None,
-    ) -> SessionPool:
-        """Create a pool with the limits of the settings, for agents if these are given."""
-        path, _, function = agents.run.rpartition(":") if agents is not None else ("", "", "")
-        return cls(
-            path or env.path,
-            function or env.name,
-            unsafe_local_code=env.unsafe_local_code,
-            memory_mb=env.memory_mb,
-            on_output=on_output,
-            reward=reward,
-            agents=agents,
-        )
+    ) -> None:
+        """Create the pool, for agents if their settings are given; `on_output` gets the output.
+
+        `reward` are the functions that sessions call, because one takes the environment.
+        """
+        self.has_reward = False  #: sessions give the reward; known after the start
+        reward = reward if reward is not None and reward.takes_environments else None
+        path, name, command = env.path, env.name, list[str]()
+        if agents is not None:
+            of_agent, _, function = agents.run.rpartition(":")
+            path, name, command = of_agent or path, function or name, agents.command
+        unsafe = env.unsafe_local_code
+        self._start = ForkServerStart(path, name, unsafe, env.memory_mb, reward, command)
+        self._module = ENVIRONMENTS if agents is None else AGENTS
+        self._on_output = on_output
+        self._warm: _ForkServerClient | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Import the user's file; raise ConfigError, ChildLost."""
@@ -162,10 +137,10 @@ class SessionPool:
     async def _ensure_server(self) -> _ForkServerClient:
         async with self._starting:
             if self._warm is None or self._warm.channel.ended.done():
-                warm = _ForkServerClient(self._module, self._env, self._on_output)
+                warm = _ForkServerClient(self._module, self._on_output)
                 late = "the environment's file was not imported"
                 try:
-                    facts = await warm.await_ready(self._start_timeout_s, self._start, late)
+                    facts = await warm.await_ready(IMPORT_TIMEOUT_S, self._start, late)
                 except BaseException:
                     await warm.close()
                     raise
@@ -176,8 +151,8 @@ class SessionPool:
 class _ForkServerClient(Child):
     """The fork server, the process with the user's file, and its sessions."""
 
-    def __init__(self, module: str, env: Mapping[str, str], on_output: Output) -> None:
-        spawned = spawn_child(module, guarded=True, stderr=subprocess.PIPE, environment=env)
+    def __init__(self, module: str, on_output: Output) -> None:
+        spawned = spawn_child(module, guarded=True, stderr=subprocess.PIPE)
         super().__init__(
             spawned, Forked | SessionEnded, on_message=self._handle_report, on_output=on_output
         )

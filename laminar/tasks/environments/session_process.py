@@ -14,9 +14,7 @@ pool's ends, all sessions end, with all that they and the import of the file hav
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import inspect
 import json
 import os
 import random
@@ -37,7 +35,15 @@ from laminar.run.process_guard import adopt_orphans, kill_children, list_childre
 from laminar.run.user_file import describe_error, replace_surrogates
 from laminar.tasks.data.prompts import PromptRow, from_plain
 from laminar.tasks.environments.user_class import RESET, REWARD, has_reward, load_class
-from laminar.tasks.rewards.results import RewardCall, RewardResult, RewardSpec, Scorer, call_guarded
+from laminar.tasks.rewards.results import (
+    Awaiter,
+    RewardCall,
+    RewardResult,
+    RewardSpec,
+    Scorer,
+    call_guarded,
+    select_accepted,
+)
 from laminar.tasks.rewards.reward_functions import open_scorer
 from laminar.tasks.sandbox.sandbox import permit_unsafe
 
@@ -226,7 +232,7 @@ class _EnvironmentHost:
     ) -> None:
         self._class, self._path = environment, path
         self._live, self._scorer = live, scorer
-        self._runner: asyncio.Runner | None = None  #: created for the first async method
+        self._settle = Awaiter()
 
     def serve_session(self, channel: BlockingChannel) -> None:
         channel.serve_requests(ResetRequest | ToolRequest | RewardRequest, self._handle_request)
@@ -251,44 +257,24 @@ class _EnvironmentHost:
         row = request.row
         columns = {"prompt": row.prompt, **from_plain(row.columns)}
         reset = getattr(self._object, RESET)
-        said = self._await_value(reset(**_select_accepted(reset, columns)))
+        said = self._settle(reset(**select_accepted(reset, columns)))
         return None if said is None else replace_surrogates(str(said))
 
     def _call_tool(self, request: ToolRequest) -> str:
         method = getattr(self._object, request.tool)
-        value = self._await_value(method(**json.loads(request.arguments)))
+        value = self._settle(method(**json.loads(request.arguments)))
         return replace_surrogates(value if isinstance(value, str) else str(value))
 
     def _compute_reward(self, call: RewardCall | None) -> RewardResult:
         if call is not None and self._scorer is not None and not has_reward(self._class):
             return self._scorer(call)[0]
-        return call_guarded(lambda: self._await_value(getattr(self._object, REWARD)()), self._path)
-
-    def _await_value(self, value: Any) -> Any:
-        """Return the value, awaiting it on a single event loop if the method is async."""
-        if not inspect.isawaitable(value):
-            return value
-        self._runner = self._runner or asyncio.Runner()
-        return self._runner.run(to_coroutine(value))
+        return call_guarded(lambda: self._settle(getattr(self._object, REWARD)()), self._path)
 
 
 def seed_random(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % (1 << 32))
-
-
-async def to_coroutine(value: Any) -> Any:
-    """Await a value that user code returned: runners take only coroutines."""
-    return await value
-
-
-def _select_accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
-    """Select the columns that reset names, or all if it takes **row."""
-    parameters = inspect.signature(reset).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return columns
-    return {name: value for name, value in columns.items() if name in parameters}
 
 
 if __name__ == "__main__":

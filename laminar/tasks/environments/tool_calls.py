@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from laminar.run.user_file import replace_surrogates
+from laminar.run.user_file import get_first_line, replace_surrogates
 from laminar.tasks.environments.arguments import convert_arguments
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class CallParser:
                 list(ids), prefix=list(before), tools=list(self._tools)
             )
         except Exception as error:  # invalid text raises types that depend on the template
-            return f"the response cannot be read: {_first_line(error)}"
+            return f"the response cannot be read: {get_first_line(error)}"
         return message
 
     def _parse_tagged(self, ids: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
@@ -144,7 +144,7 @@ class CallParser:
         try:
             arguments = convert_arguments(call.arguments, self._parameters[call.tool])
         except ValueError as error:
-            return call._replace(refusal_reason=_first_line(error))
+            return call._replace(refusal_reason=get_first_line(error))
         call = _limit_arguments(call.tool, arguments)
         reason = call.refusal_reason
         if reason is None and len(json.dumps(call.arguments)) > TEXT_CHARS_MAX:
@@ -167,7 +167,7 @@ def _tagged_call(body: str, end: str) -> ToolCall:
     try:
         return _make_call(json.loads(body))
     except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"the call is not valid JSON: {_first_line(error)}")
+        return ToolCall("", {}, f"the call is not valid JSON: {get_first_line(error)}")
 
 
 def _list_calls(message: dict[str, Any]) -> list[ToolCall]:
@@ -209,7 +209,3 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 def _is_nested(value: Any) -> bool:
     return isinstance(value, dict | list)
-
-
-def _first_line(error: BaseException) -> str:
-    return (replace_surrogates(str(error)).strip() or type(error).__name__).splitlines()[0]

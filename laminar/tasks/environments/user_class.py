@@ -25,6 +25,7 @@ from laminar.config.tasks import EnvConfig
 from laminar.run.child_channel import Ready
 from laminar.run.child_process import call_isolated, connect_user_code
 from laminar.run.user_code import UserFunction, import_file
+from laminar.run.user_file import get_first_line
 from laminar.tasks.rewards.results import format_names
 from laminar.tasks.rewards.user_function import IMPORT_TIMEOUT_S
 from laminar.tasks.sandbox.sandbox import permit_unsafe
@@ -32,13 +33,6 @@ from laminar.tasks.sandbox.sandbox import permit_unsafe
 RESET, REWARD = "reset", "get_reward"
 NOT_TOOLS = (RESET, REWARD)
 Schemas = Sequence[dict[str, Any]]
-
-
-class ClassDeclaration(msgspec.Struct):
-    """The declaration of an environment class."""
-
-    tools: str = ""  #: JSON schemas of the tools
-    has_reward: bool = False  #: the class has get_reward
 
 
 def load_class(path: str, name: str) -> type:
@@ -103,19 +97,22 @@ def tool_names(found: type) -> list[str]:
     ]
 
 
-def load_declaration(env: EnvConfig, limit_s: float = IMPORT_TIMEOUT_S) -> ClassDeclaration:
-    """Load the declaration in a process that the user's file may hang or end; raise ConfigError."""
+def load_declaration(env: EnvConfig) -> tuple[str, bool]:
+    """Return the JSON schemas of the tools, and whether the class has get_reward.
+
+    The class is loaded in a process that the user's file may hang or end. Raises ConfigError.
+    """
     words = [env.path, env.name, *(["unsafe"] if env.unsafe_local_code else [])]
     facts = call_isolated(
         "laminar.tasks.environments.user_class",
         words,
-        limit_s,
-        late=f"env.path = {env.path!r} was not imported within {limit_s:g} s; move slow or "
-        "blocking code into reset",
+        IMPORT_TIMEOUT_S,
+        late=f"env.path = {env.path!r} was not imported within {IMPORT_TIMEOUT_S:g} s; move "
+        "slow or blocking code into reset",
         ended=f"env.path = {env.path!r} ends the process that imports it",
         advice="a file with an environment must not end its process",
     )
-    return ClassDeclaration(**facts)
+    return facts["tools"], facts["has_reward"]
 
 
 def decode_tools(env: EnvConfig) -> Schemas:
@@ -133,11 +130,10 @@ def build_schemas(found: type, path: str) -> Schemas:
         try:  # not bound to an instance, which may need a server
             schemas.append(get_json_schema(MethodType(getattr(found, name), object())))
         except Exception as error:  # transformers raises several types that it does not export
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(
                 f"the tool {name} of {found.__name__} in {path} cannot be described to the policy: "
-                f"{reason.rstrip('.')}; give each parameter a type and a line in a section Args of "
-                "the docstring"
+                f"{get_first_line(error).rstrip('.')}; give each parameter a type and a line in a "
+                "section Args of the docstring"
             ) from None
     return schemas
 

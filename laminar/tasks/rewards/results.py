@@ -1,7 +1,8 @@
 """Requests and results of scoring, shared by the callers and the workers.
 
-Gives   RewardSpec, RewardCall, RewardResult, RewardWorkerLost; conversion of a function's return
-        value or exception to a RewardResult; combination of several functions' results
+Gives   RewardSpec, RewardCall, RewardResult, RewardWorkerLost; select_accepted and Awaiter, for
+        the call of a user's function; conversion of its return value or exception to a
+        RewardResult; combination of several functions' results
 
 Small extras that a function returns are kept with its score: numbers become metrics, text is shown
 to people who look at a sample.
@@ -9,10 +10,13 @@ to people who look at a sample.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -94,6 +98,35 @@ def call_guarded(score: Callable[[], Any], path: str) -> RewardResult:
         return parse_result(score())
     except BaseException as error:  # SystemExit too is the function's own failure
         return RewardResult(None, "error", describe_error(error, path))
+
+
+class Awaiter:
+    """Runner of async functions, always on the same event loop.
+
+    The loop lives as long as the process, because clients (HTTP sessions) are bound to their loop.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()  # makes the loop when it first runs something
+
+    def __call__(self, value: Any) -> Any:
+        """Return the value, or what it gives once it is awaited."""
+        return self._runner.run(to_coroutine(value)) if inspect.isawaitable(value) else value
+
+
+async def to_coroutine(value: Any) -> Any:
+    """Await a value that user code returned: runners take only coroutines."""
+    return await value
+
+
+def select_accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Select the values that the function declares, or all for **kwargs, except a partial's."""
+    if isinstance(function, partial):
+        offered = {n: value for n, value in offered.items() if n not in function.keywords}
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return offered
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def apply_error_score(result: RewardResult, error_score: float) -> RewardResult:

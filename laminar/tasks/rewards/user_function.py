@@ -11,11 +11,10 @@ functools.partial.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import io
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,6 +25,7 @@ from laminar.run.user_code import import_file
 from laminar.run.user_file import describe_error
 from laminar.tasks.data.prompts import PromptRow
 from laminar.tasks.rewards.results import (
+    Awaiter,
     Extras,
     FunctionSpec,
     RewardCall,
@@ -34,6 +34,7 @@ from laminar.tasks.rewards.results import (
     call_guarded,
     format_names,
     parse_result,
+    select_accepted,
     select_extras,
 )
 
@@ -153,7 +154,7 @@ def check_arguments(spec: FunctionSpec, function: Function, row: PromptRow) -> N
     )
     offered |= {ENVIRONMENTS: [None]} if spec.takes_environments else {}
     try:
-        inspect.signature(function).bind(**_select_accepted(function, offered))
+        inspect.signature(function).bind(**select_accepted(function, offered))
     except TypeError as error:
         raise ConfigError(
             f"{spec.name} of {spec.path} cannot be called for row {row.index} of "
@@ -171,42 +172,26 @@ def open_function(spec: FunctionSpec, environments: list[Any]) -> Scorer:
     """
     _, function = load_function(spec.path, spec.name)
     score = _score_group if spec.style == "group" else _score_one
-    settle = _Awaiter()
+    settle = Awaiter()
     bound = partial(function, **{ENVIRONMENTS: environments}) if spec.takes_environments else None
     return lambda call: score(spec, bound or function, settle, call)
 
 
-class _Awaiter:
-    """Runner of async functions, always on the same event loop.
-
-    The loop lives as long as the worker, because clients (HTTP sessions) are bound to their loop.
-    """
-
-    def __init__(self) -> None:
-        self._runner = asyncio.Runner()
-
-    def __call__(self, value: Any) -> Any:
-        async def wait(awaitable: Awaitable[Any]) -> Any:
-            return await awaitable
-
-        return self._runner.run(wait(value)) if inspect.isawaitable(value) else value
-
-
 def _score_one(
-    spec: FunctionSpec, function: Function, settle: _Awaiter, call: RewardCall
+    spec: FunctionSpec, function: Function, settle: Awaiter, call: RewardCall
 ) -> list[RewardResult]:
     def score(completion: tuple[str, list[int]]) -> Any:
         alone = RewardCall(call.row, [completion], call.step)
-        return settle(function(**_select_accepted(function, _make_values(spec.style, alone))))
+        return settle(function(**select_accepted(function, _make_values(spec.style, alone))))
 
     return [call_guarded(partial(score, one), spec.path) for one in call.completions]
 
 
 def _score_group(
-    spec: FunctionSpec, function: Function, settle: _Awaiter, call: RewardCall
+    spec: FunctionSpec, function: Function, settle: Awaiter, call: RewardCall
 ) -> list[RewardResult]:
     count, log = len(call.completions), _MetricLog(len(call.completions))
-    offered = _select_accepted(function, _group_values(call, log))
+    offered = select_accepted(function, _group_values(call, log))
     try:
         scores = _unpack_scores(settle(function(**offered)))
     except BaseException as error:  # SystemExit too is the function's own failure
@@ -250,16 +235,6 @@ class _MetricLog:
     def log_extra(self, column: str, values: list[Any]) -> None:
         for extras, value in zip(self.extras, values, strict=True):
             extras.update(select_extras({column: value}))
-
-
-def _select_accepted(function: Function, offered: dict[str, Any]) -> dict[str, Any]:
-    """Select the values that the function declares, or all for **kwargs, except a partial's."""
-    if isinstance(function, partial):
-        offered = {n: value for n, value in offered.items() if n not in function.keywords}
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return offered
-    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def _make_values(style: str, call: RewardCall) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from laminar.config import ConfigError
@@ -178,12 +177,7 @@ class CodeSession:
     def __enter__(self) -> CodeSession:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _run(self, program: bytes) -> tuple[bytearray, str | None]:

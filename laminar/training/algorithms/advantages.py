@@ -232,7 +232,8 @@ class Estimator:
         kept = [s for s in samples if s.sample_id not in left_out]
         given = iter(self.estimate_advantages(inputs_of(kept, self.options)) if kept else ())
         return [
-            replace(s, advantage=0.0 if s.sample_id in left_out else next(given)) for s in samples
+            replace(s, advantage=np.asarray(0.0 if s.sample_id in left_out else next(given)))
+            for s in samples
         ]
 
     def estimate_advantages(self, batch: AdvantageInputs) -> Sequence[float | Floats]:

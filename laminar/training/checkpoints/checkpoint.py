@@ -2,8 +2,8 @@
 
 Reads   a checkpoint's directory
 Writes  parameters and optimizer of a learner: with adapters, those of the adapters alone
-Gives   `load_checkpoint`; CheckpointError for damage, ConfigError for another model's files, one
-        sentence each; OSError while the disk fails
+Gives   `verify_checkpoint`, `restore_checkpoint`; CheckpointError for damage, ConfigError for
+        another model's files, one sentence each; OSError while the disk fails
 
 The published version in the directory has a digest too, but engines may use a shorter type than
 the parameters have, so every byte that training resumes from is checked here.
@@ -43,12 +43,6 @@ from laminar.training.trainer_state import CheckpointError, ForeignError, Resume
 ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
 """Tensors in the file for each parameter that was ever updated (`exp_avg.NAME`, ...), with AdamW's
 names: a step after a restart gives the same bytes as without it."""
-
-
-def load_checkpoint(directory: Path, learner: Learner) -> ResumeState:
-    """Verify a checkpoint and restore the learner from it."""
-    verify_checkpoint(directory)
-    return restore_checkpoint(directory, learner)
 
 
 def verify_checkpoint(directory: Path) -> None:

@@ -11,16 +11,16 @@ only the language model is built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from laminar.config import ConfigError
+from laminar.run.user_file import get_first_line
 from laminar.training.model.file_tensors import (
     find_file_parts,
     group_tied,
@@ -32,7 +32,6 @@ from laminar.training.ranks import SINGLE_RANK, Ranks
 from laminar.training.shared_safetensors import DTYPES, Rows
 
 CPU = torch.device("cpu")
-Named = TypeVar("Named")
 
 
 def build_meta_model(
@@ -60,10 +59,9 @@ def build_meta_model(
 
 def make_load_error(name: str, error: Exception) -> ConfigError:
     """Make the error for a directory from which no model can be loaded."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ConfigError(
-        f"model {name!r} cannot be loaded: {reason}; give the directory of a causal LM with "
-        "safetensors weights"
+        f"model {name!r} cannot be loaded: {get_first_line(error)}; give the directory of a "
+        "causal LM with safetensors weights"
     )
 
 
@@ -117,7 +115,8 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...], ranks
     """Fill every tensor from the files, with none left over, except names that start with `but`."""
     parts = find_file_parts(model)
     with ExitStack() as files:
-        saved = _exclude_prefixes(open_slices(Path(name), files), but)
+        slices = open_slices(Path(name), files).items()
+        saved = {key: found for key, found in slices if not key.startswith(but)}
         lacking = []
         for names, tensor in group_tied(model):
             if names[0].startswith(but):
@@ -130,11 +129,7 @@ def _fill_tensors(name: str, model: PreTrainedModel, but: tuple[str, ...], ranks
                     copy_rows(key, rows, saved[key], ranks, cast=True)
             for part in (part for key in names for part in parts[key]):
                 saved.pop(part.name, None)  # a tied tensor may be stored under each of its names
-    check_loaded(name, {"missing_keys": lacking, "unexpected_keys": list_unused(model, saved)})
-
-
-def _exclude_prefixes(tensors: Mapping[str, Named], but: tuple[str, ...]) -> dict[str, Named]:
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(but)}
+    check_loaded(name, lacking, list_unused(model, saved))
 
 
 def copy_rows(

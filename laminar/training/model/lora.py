@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from laminar.config import ConfigError
 from laminar.config.training import LoraConfig
+from laminar.run.user_file import get_first_line
 from laminar.training.model.lora_targets import (
     ADAPTER_DIR,
     NEXT_TO_EXPERTS,
@@ -66,10 +67,9 @@ def inject_adapters(model: nn.Module, lora: LoraConfig) -> None:
     try:
         inject_adapter_in_model(asked, model, ADAPTER_NAME)
     except ValueError as error:
-        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"lora.target_modules = {lora.target_modules}: peft cannot put an adapter there "
-            f"({reason}); name linear layers of this model"
+            f"({get_first_line(error)}); name linear layers of this model"
         ) from error
     for _, parameter in list_adapter_parameters(model):
         parameter.data = parameter.data.to(trained_type(parameter.dtype))  # peft took the base's

@@ -32,25 +32,17 @@ SUPPORTED = "use a model of a family in docs/models.md, or correct its files"
 COMPARED_ROWS = 64
 
 
-def check_loaded(name: str, info: Mapping[str, Any]) -> None:
+def check_loaded(name: str, missing: Iterable[str], unused: Iterable[str]) -> None:
     """Require that the checkpoint has every tensor of the model and no others."""
-    for kind, what in (
-        ("missing_keys", "lacks tensors of the model"),
-        ("unexpected_keys", "has tensors that the model does not use"),
+    for keys, what in (
+        (missing, "lacks tensors of the model"),
+        (unused, "has tensors that the model does not use"),
     ):
-        found = sorted(map(str, info[kind]))
-        if found:
+        if found := sorted(keys):
             raise ConfigError(
                 f"the checkpoint of {name!r} {what}: {', '.join(found[:5])} ({len(found)} in all);"
                 " its weights and config.json must match"
             )
-
-
-def critic_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the missing and unexpected tensors of a loaded critic, its heads excepted."""
-    missing = {key for key in info["missing_keys"] if not key.startswith(VALUE_HEAD)}
-    unexpected = {key for key in info["unexpected_keys"] if not key.startswith(HEAD)}
-    return {"missing_keys": missing, "unexpected_keys": unexpected}
 
 
 def check_published_names(name: str, model: PreTrainedModel) -> None:
@@ -148,8 +140,8 @@ def check_unused_tensors(name: str, model: PreTrainedModel) -> None:
                     "(tie_word_embeddings), but the weight files have different values for them; "
                     f"set tie_word_embeddings to false, or remove {tied[1][0]} from the files"
                 )
-    info = {"missing_keys": (), "unexpected_keys": list_unused(model, saved)}
-    check_loaded(name, info if model.can_generate() else critic_info(info))
+    head = HEAD if not model.can_generate() else ()  # a critic ignores that of the policy
+    check_loaded(name, (), [key for key in list_unused(model, saved) if not key.startswith(head)])
 
 
 def list_unused(model: PreTrainedModel, saved: Mapping[str, Any]) -> list[str]:

@@ -82,10 +82,6 @@ def slots_within(version_bytes: int, slots: int, max_bytes: int) -> int:
     return fitting
 
 
-def _allow_always(version: int) -> bool:
-    return True
-
-
 class SlotTable:
     """States of `num_slots` slots, the leases on them, and at most one pinned version.
 
@@ -96,7 +92,7 @@ class SlotTable:
     def __init__(
         self,
         num_slots: int,
-        forget: Callable[[int], bool] = _allow_always,
+        forget: Callable[[int], bool],
         writers: Mapping[int, str] | None = None,
     ) -> None:
         """Start with free slots, except those that have writers already."""
@@ -127,10 +123,6 @@ class SlotTable:
     def latest(self) -> int | None:
         """The highest version held; None before the first commit."""
         return max(self.versions_held, default=None)
-
-    @property
-    def pinned(self) -> int | None:
-        return self._pinned
 
     def get_state(self, slot: int) -> FreeSlot | WritingSlot | HeldSlot:
         """Return the state of a slot; raise SlotError if there is no such slot."""

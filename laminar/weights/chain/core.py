@@ -20,7 +20,7 @@ from laminar.weights.arena.region import Region
 from laminar.weights.chain.downstream import Downstream, Successor
 from laminar.weights.chain.fetch import Fetcher, VersionHolder
 from laminar.weights.chain.receiver import Receiver
-from laminar.weights.chain.reports import Report, Status, Trouble
+from laminar.weights.chain.reports import Report, Trouble
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.transport import Network
 from laminar.weights.chain.upstream import PollEntry, RelayIdentity, Upstream
@@ -60,7 +60,7 @@ class PlaneRuntime:
 class PlaneCore:
     """The upstream and downstream sides of a relay and the state between them.
 
-    Owned by the code that runs its turns; the orders, and `get_status`, are thread-safe.
+    Owned by the code that runs its turns; the orders are thread-safe.
     """
 
     def __init__(
@@ -185,31 +185,6 @@ class PlaneCore:
         yield from self._upstream.iter_poll_entries()
         yield from self._downstream.iter_poll_entries()
         yield from self._fetcher.iter_poll_entries()
-
-    def get_status(self) -> Status:
-        """Return the current state of the plane."""
-        incoming, current = self._receiver.incoming, self._sender.current
-        received, sent = self._count_bytes()
-        return Status(
-            held=tuple(sorted(self._table.get_complete_digests())),
-            receiving=-1 if incoming is None else incoming.version,
-            chunks_here=0 if incoming is None else incoming.num_have,
-            chunks_total=0 if incoming is None else incoming.num_chunks,
-            sending=-1 if current is None else current.version,
-            predecessor=self._upstream.peer,
-            successor=self._downstream.peer,
-            bytes_received=received,
-            bytes_sent=sent,
-            refused=dict(self._upstream.refused + self._downstream.refused),
-            damaged=self._receiver.damaged,
-        )
-
-    def _count_bytes(self) -> tuple[int, int]:
-        """Return the bytes received from predecessors and sent to successors since the start."""
-        ends = (self._upstream, self._downstream)
-        alive = [c for c in (self._upstream.predecessor, self._downstream.connection) if c]
-        received = sum(end.bytes_in for end in ends) + sum(c.bytes_in for c in alive)
-        return received, sum(end.bytes_out for end in ends) + sum(c.bytes_out for c in alive)
 
     def _is_sending(self) -> bool:
         current, link = self._sender.current, self._downstream.connection

@@ -10,12 +10,11 @@ nothing large, or nothing that is read, ends by a timeout; such stalls are count
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar.weights.chain import wire
-from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, HandshakeTranscript
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, compute_proof, verify_proof
 from laminar.weights.chain.reports import NeighbourDown, NeighbourUp, Report, Side, Trouble
 from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.transport import READABLE, WRITABLE, Link, Network
@@ -48,29 +47,28 @@ class Successor:
     chain: int  #: number of the order
 
 
-def make_hello(me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None) -> ChainHello:
-    """Build the first message of the connecting relay."""
-    return ChainHello(
+def send_hello(
+    link: Link, me: RelayIdentity, chain: int, nonce: bytes, fetch: int | None = None
+) -> ChainHello:
+    """Send the first message of the connecting relay, and return it."""
+    link.finish_connect()
+    hello = ChainHello(
         run=me.run, name=me.name, incarnation=me.incarnation, chain=chain, nonce=nonce, fetch=fetch
     )
+    link.send(hello)
+    return hello
 
 
-def answer_challenge(me: RelayIdentity, hello: ChainHello, challenge: Challenge) -> Proof:
-    """Build the proof that answers a challenge; raise BadBytes if the peer lacks the run's key."""
-    introduction = HandshakeTranscript(
-        run=hello.run,
-        predecessor=hello.name,
-        predecessor_incarnation=hello.incarnation,
-        predecessor_nonce=hello.nonce,
-        successor=challenge.name,
-        successor_incarnation=challenge.incarnation,
-        successor_nonce=challenge.nonce,
-        chain=hello.chain,
-    )
-    if not introduction.verify_proof(me.key, SUCCESSOR, challenge.proof):
+def answer_challenge(
+    me: RelayIdentity, hello: ChainHello, name: str, challenge: Challenge
+) -> Proof:
+    """Build the proof for the relay `name`; raise BadBytes for another, or one without the key."""
+    if challenge.name != name:
+        raise BadBytes("other-relay", f"{challenge.name} has the address of {name}")
+    if not verify_proof(me.key, SUCCESSOR, hello, challenge, challenge.proof):
         detail = f"the peer does not have the secret of run {hello.run}"
         raise BadBytes("other-secret", detail)
-    return Proof(proof=introduction.compute_proof(me.key, PREDECESSOR))
+    return Proof(proof=compute_proof(me.key, PREDECESSOR, hello, challenge))
 
 
 class Downstream:
@@ -86,8 +84,6 @@ class Downstream:
         emit: Callable[[Report], object],
     ) -> None:
         self.source = "0.0.0.0"  #: this relay's address
-        self.refused: Counter[str] = Counter()
-        self.bytes_in = self.bytes_out = 0  #: bytes of closed connections
         self.connection: Link | None = None
         self.welcomed = False
         self._identity, self._sender, self._emit = identity, sender, emit
@@ -185,14 +181,10 @@ class Downstream:
         self.connection, self._connecting = connection, True
 
     def _send_hello(self, connection: Link) -> None:
-        connection.finish_connect()
         assert self._order is not None
-        self._connecting = False
+        self._hello = send_hello(connection, self._identity, self._order.chain, self._nonce())
+        self._connecting, self._incarnation = False, 0
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
-        me = self._identity
-        self._hello = make_hello(me, self._order.chain, self._nonce())
-        self._incarnation = 0
-        connection.send(self._hello)
 
     def handle_message(self, message: FromSuccessor) -> None:
         """Handle a message of the successor."""
@@ -221,9 +213,8 @@ class Downstream:
     def _answer_challenge(self, challenge: Challenge) -> None:
         """Verify that the successor is the ordered one and of this run, then send our proof."""
         assert self._order is not None and self.connection is not None and self._hello is not None
-        if challenge.name != self._order.name:
-            raise BadBytes("other-relay", f"{challenge.name} has the address of {self._order.name}")
-        self.connection.send(answer_challenge(self._identity, self._hello, challenge))
+        me, name = self._identity, self._order.name
+        self.connection.send(answer_challenge(me, self._hello, name, challenge))
         self._incarnation = challenge.incarnation
 
     def _accept_welcome(self, welcome: ChainWelcome) -> None:
@@ -249,8 +240,6 @@ class Downstream:
         welcomed, self.welcomed, self._connecting = self.welcomed, False, False
         if self.connection is not None:
             self.connection.close()
-            self.bytes_in += self.connection.bytes_in
-            self.bytes_out += self.connection.bytes_out
             self.connection = None
         if self._order is None:
             return
@@ -258,7 +247,6 @@ class Downstream:
         self._deadline = self._clock() + self._pause
         self._pause = min(2 * self._pause, RETRY_S_MAX)
         if isinstance(error, BadBytes):
-            self.refused[error.reason] += 1
             self._report_once(error.reason, name, error)
         elif stalled:
             self._stalls += 1

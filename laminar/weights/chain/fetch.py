@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
-from laminar.weights.chain.downstream import answer_challenge, make_hello
+from laminar.weights.chain.downstream import answer_challenge, send_hello
 from laminar.weights.chain.fetch_server import TRICKLE_S
 from laminar.weights.chain.receiver import REFUSALS_MAX, ReceiveProgress
 from laminar.weights.chain.reports import NotFetched, Received, Report, SlotReturned, SlotWanted
@@ -193,12 +193,10 @@ class Fetcher:
     # --- messages of the holder -----------------------------------------------------------------
 
     def _send_hello(self, connection: Link) -> None:
-        connection.finish_connect()
         assert self._from is not None
+        version = self._from.version
+        self._hello = send_hello(connection, self._identity, 0, self._nonce(), version)
         self._connecting = False
-        me = self._identity
-        self._hello = make_hello(me, 0, self._nonce(), self._from.version)
-        connection.send(self._hello)
 
     def handle_message(self, message: wire.FromSuccessor | wire.FromPredecessor) -> None:
         """Handle a message of the holder."""
@@ -208,10 +206,8 @@ class Fetcher:
         if isinstance(message, Decline):
             raise BadBytes("declined", message.reason)
         if isinstance(message, Challenge) and self._hello is not None:
-            if message.name != self._from.name:
-                what = f"{message.name} has the address of {self._from.name}"
-                raise BadBytes("other-relay", what)
-            self._connection.send(answer_challenge(self._identity, self._hello, message))
+            proof = answer_challenge(self._identity, self._hello, self._from.name, message)
+            self._connection.send(proof)
             self._hello = None
             self._connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
             self._connection.decoder = wire.holder_decoder

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import xxhash
 
@@ -28,6 +27,7 @@ from laminar.weights.chain.reports import (
     TransferPace,
     Trouble,
 )
+from laminar.weights.chain.sender import Sender
 from laminar.weights.chain.transport import Transport
 from laminar.weights.chain.wire import (
     BadBytes,
@@ -50,22 +50,6 @@ from laminar.weights.version.table import VersionTable
 
 SLOW_S = 60.0  #: interval of pace reports of a version; most transfers end before the first
 REFUSALS_MAX = 3  #: number of damaged arrivals of the same chunk or block that ends a connection
-
-
-class Forwarder(Protocol):
-    """The sender as the receiver sees it: it forwards what arrives here."""
-
-    def add_chunk(self, version: int, index: int) -> None: ...
-
-    def add_block(self, delta: Delta) -> None: ...
-
-    def drop_delta(self, delta: Delta) -> None: ...
-
-    def drop_version(self, version: int) -> None:
-        """Drop a version whose slot is about to be reused."""
-
-    def refresh_offer(self) -> None:
-        """Offer what is best now."""
 
 
 @dataclass(slots=True)
@@ -101,15 +85,14 @@ class Receiver:
         self,
         table: VersionTable,
         cache: DeltaCache,
-        forwarder: Forwarder,
+        sender: Sender,
         region: Callable[[int], Region],
         clock: Callable[[], float],
         emit: Callable[[Report], object],
     ) -> None:
         """Begin without a predecessor; `region` maps a granted slot to its bytes."""
         self.incoming: VersionCopy | None = None
-        self.damaged = 0
-        self._table, self._cache, self._forwarder = table, cache, forwarder
+        self._table, self._cache, self._sender = table, cache, sender
         self._region, self._clock, self._emit = region, clock, emit
         self._link: Transport | None = None
         self._fail: Callable[[str], None] = lambda reason: None
@@ -238,7 +221,7 @@ class Receiver:
             base = offer.base
             self._rebuild = begin_rebuild(self._table, self._cache, copy, base.version, base.digest)
         self._send_want()
-        self._forwarder.refresh_offer()
+        self._sender.refresh_offer()
 
     def _send_want(self) -> None:
         assert self.incoming is not None
@@ -252,7 +235,7 @@ class Receiver:
         copy, self.incoming = self.incoming, None
         self._end_rebuild()
         self._table.remove(copy.version)
-        self._forwarder.drop_version(copy.version)
+        self._sender.drop_version(copy.version)
         return copy.slot
 
     # --- bytes --------------------------------------------------------------------------------
@@ -284,14 +267,13 @@ class Receiver:
         copy = self.incoming
         assert copy is not None
         if copy.accept_chunk(header.position, header.checksum):
-            self._forwarder.add_chunk(copy.version, header.position)
+            self._sender.add_chunk(copy.version, header.position)
         else:
             self._count_damage(header)
             self._send(Resend(version=copy.version, position=header.position))
 
     def _count_damage(self, header: FrameHeader) -> None:
         """Count a damaged chunk or block; the third time raises BadBytes, ending the connection."""
-        self.damaged += 1
         name = header.kind.name.lower()
         where = f"{name} {header.position}"
         self._report_trouble(
@@ -318,7 +300,7 @@ class Receiver:
             return self._in_full(str(error))
         self._forward_block(rebuild.delta, header.checksum)
         for index in proved:
-            self._forwarder.add_chunk(copy.version, index)
+            self._sender.add_chunk(copy.version, index)
         if rebuild.over:
             wrong = copy.num_chunks - copy.num_have
             if wrong:
@@ -330,9 +312,9 @@ class Receiver:
         """Cache the block for the successor."""
         self._cache.add(delta, checksum, self._block)
         if delta.given_up:
-            self._forwarder.drop_delta(delta)
+            self._sender.drop_delta(delta)
         else:
-            self._forwarder.add_block(delta)
+            self._sender.add_block(delta)
 
     def _end_rebuild(self) -> None:
         if self._rebuild is None:
@@ -341,7 +323,7 @@ class Receiver:
         rebuild.release_base()
         if not rebuild.over:
             self._cache.give_up(rebuild.delta)
-            self._forwarder.drop_delta(rebuild.delta)
+            self._sender.drop_delta(rebuild.delta)
 
     def _in_full(self, detail: str) -> None:
         """Give the delta up and request the missing chunks in full."""
@@ -384,7 +366,7 @@ class Receiver:
         )
         self._send(VersionDone(version=version, digest=digest))
         self._drop_older()
-        self._forwarder.refresh_offer()
+        self._sender.refresh_offer()
 
     def _drop_older(self) -> None:
         """Drop the incoming version if it is older than the newest complete one."""

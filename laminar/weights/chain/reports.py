@@ -1,7 +1,7 @@
 """Reports of a relay's bulk plane to the relay.
 
 Gives   SlotWanted, SlotReturned, Received, Trouble with its TransferPace, NotFetched, PeerRejected,
-        NeighbourUp, NeighbourDown, PlaneFailed; Status
+        NeighbourUp, NeighbourDown, PlaneFailed
 
 Each report is a call in the plane's thread; the callback passes it to the event loop and returns at
 once.
@@ -131,20 +131,3 @@ Report: TypeAlias = (
     | NeighbourDown
     | PlaneFailed
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """A snapshot of the plane; bytes are counted on the wire, headers included."""
-
-    held: tuple[int, ...]  #: complete versions, ascending
-    receiving: int  #: version, or -1
-    chunks_here: int  #: number of chunks of `receiving` that are present
-    chunks_total: int
-    sending: int  #: version, or -1
-    predecessor: str  #: name, or empty
-    successor: str
-    bytes_received: int
-    bytes_sent: int
-    refused: dict[str, int]  #: number of connections refused for invalid input, by reason
-    damaged: int  #: number of chunks and blocks that arrived damaged

@@ -43,16 +43,11 @@ class Connection(Generic[Incoming]):
     """Frames over a non-blocking TCP socket."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        decoder: Family[Incoming],
-        handler: FrameHandler[Incoming],
-        message_bytes_max: int = wire.HANDSHAKE_BYTES_MAX,
+        self, sock: socket.socket, decoder: Family[Incoming], handler: FrameHandler[Incoming]
     ) -> None:
         """Wrap a socket; raise `message_bytes_max` once the neighbour is authenticated."""
         self.sock = sock
-        self.message_bytes_max = message_bytes_max
-        self.bytes_in = self.bytes_out = 0
+        self.message_bytes_max = wire.HANDSHAKE_BYTES_MAX
         self.moved_at = time.monotonic()  #: time of the last byte in either direction
         self.handler = handler
         self.decoder = decoder
@@ -100,7 +95,6 @@ class Connection(Generic[Incoming]):
                 return
             if count == 0:
                 raise ConnectionResetError("the other side closed the connection")
-            self.bytes_in += count
             self.moved_at = time.monotonic()
             short = count < self._target.nbytes
             self._target = self._target[count:]
@@ -118,7 +112,6 @@ class Connection(Generic[Incoming]):
                 count = self._send_region(first)
             except BlockingIOError:
                 return
-            self.bytes_out += count
             self._queued_bytes -= count
             self.moved_at = time.monotonic()
             if count < first.nbytes:

@@ -12,7 +12,6 @@ the table of versions is shared, under a lock that is held for look-ups. Turns a
     publish_version(manifest, slot)  a version was written here: send it to the successor
     set_successor(...)               name the successor; the two relays do the rest
     SlotWanted -> grant_slot(slot)   receive a version; Received when it is complete and verified
-    try_forget(version)              call before a slot is reused
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version.table import VersionTable
 
 _JOIN_S = 5.0
-_DEFAULT_OPTIONS = PlaneOptions()
 
 
 class Plane:
@@ -50,8 +48,8 @@ class Plane:
         identity: RelayIdentity,
         region: Callable[[int], Region],
         notify: Callable[[Report], None],
-        options: PlaneOptions = _DEFAULT_OPTIONS,
-        table: VersionTable | None = None,
+        options: PlaneOptions,
+        table: VersionTable,
     ) -> None:
         """Create the plane; both callbacks run in its thread.
 
@@ -61,16 +59,13 @@ class Plane:
         self._inbox: deque[Callable[[], None]] = deque()
         self._inbox_lock = threading.Lock()  #: guard against closing the descriptor under a writer
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._table = VersionTable(threading.Lock()) if table is None else table
         network = TcpNetwork(options.congestion, options.send_rate)
         world = PlaneRuntime(network, time.monotonic, _make_nonce, self._post_order, _run_in_thread)
-        self._core = PlaneCore(identity, self._table, region, notify, options, world)
+        self._core = PlaneCore(identity, table, region, notify, options, world)
         self.set_successor = self._core.set_successor
         self.publish_version = self._core.publish_version
         self.grant_slot, self.deny_slot = self._core.grant_slot, self._core.deny_slot
         self.fetch, self.fetch_into = self._core.fetch, self._core.fetch_into
-        self.try_forget = self._table.try_forget
-        self.get_status = self._core.get_status
         self._poll = select.poll()
         self._polled: dict[int, int] = {}
         self._closing = self._closed = False

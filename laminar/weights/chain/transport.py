@@ -65,8 +65,6 @@ class Link(Transport, Endpoint, Protocol):
     handler: FrameHandler[Any]
     decoder: Any  #: decoder of the other side's messages; replaced if that side fetches
     message_bytes_max: int  #: limit of an incoming message; raised once the neighbour is known
-    bytes_in: int
-    bytes_out: int
     moved_at: float  #: time of the last byte in either direction, by the network's clock
 
     def get_interest(self) -> int:

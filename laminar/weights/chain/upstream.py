@@ -11,14 +11,15 @@ relay that was removed from the chain, and does not know it yet, cannot displace
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from laminar.net.rejected_peers import RejectedPeers
 from laminar.weights.chain import wire
 from laminar.weights.chain.fetch_server import FetchHandler
-from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, HandshakeTranscript
+from laminar.weights.chain.handshake import PREDECESSOR, SUCCESSOR, compute_proof, verify_proof
 from laminar.weights.chain.receiver import Receiver
 from laminar.weights.chain.reports import (
     NeighbourDown,
@@ -65,22 +66,22 @@ class _PendingPeer:
 
     def __init__(
         self,
-        greet: Callable[[ChainHello], HandshakeTranscript],
-        admit: Callable[[ChainHello, HandshakeTranscript, bytes], None],
+        greet: Callable[[ChainHello], Challenge],
+        admit: Callable[[ChainHello, Challenge, bytes], None],
         until: float,
     ) -> None:
         self._greet, self._admit = greet, admit
         self._hello: ChainHello | None = None
-        self._introduction: HandshakeTranscript | None = None
+        self._challenge: Challenge | None = None
         self.until = until
 
     def handle_message(self, message: FromPredecessor) -> None:
-        if self._hello is None or self._introduction is None:
+        if self._hello is None or self._challenge is None:
             if not isinstance(message, ChainHello):
                 raise BadBytes("no-hello", type(message).__name__)
-            self._hello, self._introduction = message, self._greet(message)
+            self._hello, self._challenge = message, self._greet(message)
         elif isinstance(message, Proof):
-            self._admit(self._hello, self._introduction, message.proof)
+            self._admit(self._hello, self._challenge, message.proof)
         else:
             raise BadBytes("no-proof", type(message).__name__)
 
@@ -105,8 +106,6 @@ class Upstream:
         emit: Callable[[Report], object],
     ) -> None:
         """Begin without a listener; `sending` returns whether the successor is served."""
-        self.refused: Counter[str] = Counter()
-        self.bytes_in = self.bytes_out = 0  #: bytes of closed connections
         self.predecessor: Link | None = None
         self.peer = ""
         self._chain = 0
@@ -184,7 +183,7 @@ class Upstream:
         assert self._listener is not None
         stranger = _PendingPeer(
             lambda hello: self._send_challenge(connection, hello),
-            lambda hello, of, proof: self._admit_peer(connection, hello, of, proof),
+            lambda *shown: self._admit_peer(connection, *shown),
             self._clock() + HANDSHAKE_TIMEOUT_S,
         )
         accepted = self._listener.accept(stranger)
@@ -192,56 +191,41 @@ class Upstream:
             return
         connection = accepted
         if len(self._strangers) >= PENDING_PEERS_MAX:
-            self.refused["too-many"] += 1
             self._told.record_rejected(1, self._clock())
             return connection.close()
         self._strangers[connection] = stranger
 
-    def _send_challenge(self, connection: Link, hello: ChainHello) -> HandshakeTranscript:
+    def _send_challenge(self, connection: Link, hello: ChainHello) -> Challenge:
         """Prove that this relay belongs to the run, and challenge the peer to do the same."""
         me = self._identity
         if hello.run != me.run:
             raise self._send_refusal(
                 connection, "other-run", f"this relay does not belong to run {hello.run}"
             )
-        introduction = HandshakeTranscript(
-            run=me.run,
-            predecessor=hello.name,
-            predecessor_incarnation=hello.incarnation,
-            predecessor_nonce=hello.nonce,
-            successor=me.name,
-            successor_incarnation=me.incarnation,
-            successor_nonce=self._nonce(),
-            chain=hello.chain,
-        )
-        connection.send(
-            Challenge(
-                name=me.name,
-                incarnation=me.incarnation,
-                nonce=introduction.successor_nonce,
-                proof=introduction.compute_proof(me.key, SUCCESSOR),
-            )
-        )
-        return introduction
+        nonce = self._nonce()
+        bare = Challenge(name=me.name, incarnation=me.incarnation, nonce=nonce, proof=b"")
+        challenge = replace(bare, proof=compute_proof(me.key, SUCCESSOR, hello, bare))
+        connection.send(challenge)
+        return challenge
 
     def _admit_peer(
-        self, connection: Link, hello: ChainHello, of: HandshakeTranscript, proof: bytes
+        self, connection: Link, hello: ChainHello, challenge: Challenge, proof: bytes
     ) -> None:
         """Accept a peer as predecessor, or serve its fetch, if its proof and order are valid."""
-        if not of.verify_proof(self._identity.key, PREDECESSOR, proof):
-            detail = f"{of.predecessor} does not have the secret of run {of.run}"
+        if not verify_proof(self._identity.key, PREDECESSOR, hello, challenge, proof):
+            detail = f"{hello.name} does not have the secret of run {hello.run}"
             raise self._send_refusal(connection, "other-secret", detail)
         if hello.fetch is not None:
-            return self._serve_fetch(connection, of, hello.fetch)
-        if of.chain < self._chain:
-            detail = f"chain {of.chain} has ended, the current one is {self._chain}"
+            return self._serve_fetch(connection, hello.fetch)
+        if hello.chain < self._chain:
+            detail = f"chain {hello.chain} has ended, the current one is {self._chain}"
             raise self._send_refusal(connection, OLD_CHAIN, detail)
         if self.predecessor is not None:
             self._end_connection(
-                self.predecessor, ConnectionAbortedError(f"{of.predecessor} took its place")
+                self.predecessor, ConnectionAbortedError(f"{hello.name} took its place")
             )
         del self._strangers[connection]
-        self._chain, self.predecessor, self.peer = of.chain, connection, of.predecessor
+        self._chain, self.predecessor, self.peer = hello.chain, connection, hello.name
         connection.handler = self._receiver
         connection.message_bytes_max = wire.MESSAGE_BYTES_MAX
         connection.send(
@@ -251,12 +235,12 @@ class Upstream:
         )
         self._receiver.attach_link(
             connection,
-            of.predecessor,
+            hello.name,
             lambda reason: self._end_connection(connection, ConnectionAbortedError(reason)),
         )
-        self._emit(NeighbourUp(Side.PREDECESSOR, of.predecessor, of.predecessor_incarnation))
+        self._emit(NeighbourUp(Side.PREDECESSOR, hello.name, hello.incarnation))
 
-    def _serve_fetch(self, connection: Link, of: HandshakeTranscript, version: int) -> None:
+    def _serve_fetch(self, connection: Link, version: int) -> None:
         """Let the other side fetch this version from here."""
         if len(self._fetching) >= FETCHES_MAX:
             detail = f"{FETCHES_MAX} relays already fetch versions from {self._identity.name}"
@@ -273,21 +257,16 @@ class Upstream:
 
     def _end_connection(self, connection: Link, error: BadBytes | OSError) -> None:
         if isinstance(error, BadBytes):
-            self.refused[error.reason] += 1
             self._say_bye(connection)
         connection.close()
         holding = self._fetching.pop(connection, None)
         if holding is not None:
-            self.bytes_in += connection.bytes_in
-            self.bytes_out += connection.bytes_out
             return holding.end_fetch()
         if self._strangers.pop(connection, None) is not None:
             if isinstance(error, BadBytes) and error.reason != OLD_CHAIN:
                 self._told.record_rejected(1, self._clock())
             return
         self.predecessor = None
-        self.bytes_in += connection.bytes_in
-        self.bytes_out += connection.bytes_out
         peer, self.peer = self.peer, ""
         self._receiver.detach_link()
         if isinstance(error, BadBytes):

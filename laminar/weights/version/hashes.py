@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from laminar.weights.version.chunking import usual_chunk_bytes
 from laminar.weights.version.manifest import (
     Manifest,
     ManifestError,
@@ -26,6 +25,10 @@ from laminar.weights.version.manifest import (
 )
 
 Bytes = npt.NDArray[np.uint8]  #: uint8 [n], contiguous
+
+CHUNK_BYTES = 4 << 20
+"""Size of a chunk: in smaller ones the cost per chunk shows, larger ones leave the cache between
+socket and checksum."""
 
 
 class WeightsCorrupt(RuntimeError):
@@ -47,15 +50,13 @@ def build_manifest(
     step: int,
     tensors: tuple[TensorSpec, ...],
     probe: Probe,
-    chunk_bytes: int = 0,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> Manifest:
     """Build the manifest of a full version that one trainer rank has written into this slot.
 
-    `chunk_bytes` 0 selects the usual chunk size. Raises ManifestError for an inconsistent layout or
-    a slot that is smaller than the version.
+    Raises ManifestError for an inconsistent layout or a slot that is smaller than the version.
     """
     total = check_tensors(tensors)
-    chunk_bytes = chunk_bytes or usual_chunk_bytes(total)
     checksums, digest = compute_checksums(view, total, chunk_bytes)
     return Manifest(
         version=version,

@@ -14,10 +14,10 @@ cache, which no tensor reaches on a large machine; GLIBC_TUNABLES can lower it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from laminar.weights.version.hashes import Bytes, check_room
 from laminar.weights.version.manifest import (
@@ -83,16 +83,8 @@ def write_rows(view: Bytes, specs: Sequence[TensorSpec], rows: Iterable[NamedRow
         raise ManifestError(f"{len(missing)} tensors were not written: {sorted(missing)[:5]}")
 
 
-class _RowSpan(NamedTuple):
-    """The place of some rows in a version, in the form of a TensorSpec."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-def _locate_rows(spec: TensorSpec, first: int, rows: torch.Tensor) -> _RowSpan:
+def _locate_rows(spec: TensorSpec, first: int, rows: torch.Tensor) -> TensorSpec:
+    """Return the place of some rows of a tensor, in the form of its own."""
     shape = tuple(rows.shape)
     if shape[1:] != spec.shape[1:] or first + shape[0] > spec.shape[0]:
         raise ManifestError(
@@ -100,10 +92,11 @@ def _locate_rows(spec: TensorSpec, first: int, rows: torch.Tensor) -> _RowSpan:
             f"{spec.shape}"
         )
     row_bytes = spec.nbytes // spec.shape[0]
-    return _RowSpan(spec.dtype, shape, spec.offset + first * row_bytes, shape[0] * row_bytes)
+    offset = spec.offset + first * row_bytes
+    return replace(spec, shape=shape, offset=offset, nbytes=shape[0] * row_bytes)
 
 
-def _write_tensor(view: Bytes, place: TensorSpec | _RowSpan, tensor: torch.Tensor) -> None:
+def _write_tensor(view: Bytes, place: TensorSpec, tensor: torch.Tensor) -> None:
     if not place.nbytes:
         return
     if tensor.dtype == TORCH_DTYPES[place.dtype] and _is_plain(tensor):
@@ -120,7 +113,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def tensor_view(view: Bytes, spec: TensorSpec | _RowSpan) -> torch.Tensor:
+def tensor_view(view: Bytes, spec: TensorSpec) -> torch.Tensor:
     """Return a tensor of a slot, without a copy."""
     data = view[spec.offset : spec.offset + spec.nbytes]
     return torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).view(spec.shape)

@@ -7,9 +7,22 @@ import pytest
 import torch
 
 from laminar.engines.torch.engine import sample_tokens
-from laminar.engines.torch.sampling import draw_uniform, draw_uniforms, splitmix64
+from laminar.engines.torch.sampling import draw_uniforms
 
 torch.set_num_threads(1)
+MASK = (1 << 64) - 1
+
+
+def splitmix64(seed: int, index: int) -> int:
+    """Return output number `index` (from 0) of the generator that starts at `seed`; a uint64."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def draw_uniform(seed: int, position: int) -> float:
+    return (splitmix64(seed, position) >> 11) * 2.0**-53
 
 
 def test_splitmix64_gives_the_published_sequence() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from laminar.engines.torch.sampling import draw_uniform
+from laminar.engines.torch.sampling import draw_uniforms
 from tests.engines.engine_models import (
     FAMILIES,
     MAX_LEN,
@@ -45,12 +45,14 @@ def test_samples_and_logprobs_follow_the_tempered_softmax(family: str, temperatu
         engine_of(model), request("a", PROMPT, limit=80, temperature=temperature, seed=77)
     )
     logprobs = hf_logprobs(model, [*PROMPT, *out.tokens], temperature)
+    positions = len(PROMPT) + np.arange(len(out.tokens))
+    draws = draw_uniforms(np.full(len(positions), 77, np.uint64), positions)
     for index, (token, logprob) in enumerate(zip(out.tokens, out.logprobs, strict=True)):
         position = len(PROMPT) + index
         row = logprobs[position - 1]
         assert logprob == pytest.approx(row[token].item(), abs=1e-4)
         cumulative = row.double().exp().cumsum(-1).numpy()
-        draw = draw_uniform(77, position) * cumulative[-1]
+        draw = draws[index] * cumulative[-1]
         # The draw lies in the token's own interval, up to the rounding of float32 logits.
         assert (cumulative[token - 1] if token else 0.0) - 1e-5 <= draw <= cumulative[token] + 1e-5
     assert len(set(out.tokens)) > 3

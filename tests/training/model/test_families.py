@@ -21,12 +21,12 @@ from laminar.config import Config, ConfigError
 from laminar.config.families import select_text_tensors
 from laminar.engines.check import weight_shapes
 from laminar.training import distributed_learner
-from laminar.training.checkpoints.checkpoint import load_checkpoint
 from laminar.training.model.lora_targets import check_lora
 from laminar.training.model.policy import check_files, load_critic, load_policy
 from laminar.training.ranks import RankLayout
 from laminar.training.shared_safetensors import iter_rows
 from laminar.training.steps import TrainSample
+from tests.training.saved_checkpoint import load_checkpoint
 from tests.training.test_distributed_learner import OneProcess
 from tools.kit import family_models, rank_cases
 from tools.kit.extras import needs_peft

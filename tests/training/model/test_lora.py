@@ -31,6 +31,7 @@ from laminar.training.model.policy import (
 )
 from laminar.training.trainer_state import CheckpointError, ResumeState, encode
 from laminar.weights.version import manifest as mf
+from tests.training.saved_checkpoint import load_checkpoint
 from tools.kit.extras import needs_peft
 from tools.kit.one_process import build_tensor_manifest, make_files, named_weights
 
@@ -338,7 +339,7 @@ async def test_training_goes_on_from_a_checkpoint_with_its_own_base_alone(
     expected = published(learner.policy.model, "float32")
 
     again = make_learner()
-    checkpoint.load_checkpoint(saved, again)
+    load_checkpoint(saved, again)
     assert published(again.policy.model, "float32") == version
     again.train_step(make_samples(), 1)
     assert published(again.policy.model, "float32") == expected
@@ -349,7 +350,7 @@ async def test_training_goes_on_from_a_checkpoint_with_its_own_base_alone(
     weights["model.norm.weight"] += 0.01
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"belong to a base of digest .* model.name now has"):
-        checkpoint.load_checkpoint(saved, make_learner())
+        load_checkpoint(saved, make_learner())
 
 
 @pytest.mark.parametrize(
@@ -377,7 +378,7 @@ async def test_another_adapter_is_refused(
     else:
         found = make_learner(**other)
     with pytest.raises(ConfigError, match=text):
-        checkpoint.load_checkpoint(saved, found)
+        load_checkpoint(saved, found)
 
 
 async def test_a_damaged_adapter_is_seen(
@@ -391,10 +392,10 @@ async def test_a_damaged_adapter_is_seen(
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is damaged"):
-        checkpoint.load_checkpoint(saved, make_learner())
+        load_checkpoint(saved, make_learner())
     path.unlink()
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors"):
-        checkpoint.load_checkpoint(saved, make_learner())
+        load_checkpoint(saved, make_learner())
 
 
 def test_a_fork_keeps_its_adapters(make_config: Make) -> None:

@@ -16,7 +16,7 @@ cpu         over plain loopback, without emulated cards, per hop:
 chains      seconds and ratios of times over emulated network cards, for 1, 2, 4 and 8 relays:
             hop_seconds_N          one socket, in the same rounds as the chain to N
             chain_seconds_N        from publish to the last relay that holds the verified version,
-                                   with the time by the formula (version/chunking.py)
+                                   with the time by the formula (docs/weights.md)
             chainN_vs_hop
             last_relay_vs_wire_time  chain to 4 / bytes by the rate of a card
 fetch       a chain to 4 over emulated cards, while a fifth relay outside the chain fetches the
@@ -49,7 +49,6 @@ import numpy as np
 import xxhash
 
 from laminar.actors.system.warm import COPY_TUNABLE
-from laminar.weights.version.chunking import CHUNK_BYTES_MIN
 from tools.bench.weights import network as net
 from tools.bench.weights.hop import Hop, buffers
 from tools.bench.weights.ranks import layout, ranks_rounds
@@ -57,8 +56,7 @@ from tools.bench.weights.relay_process import ANSWER_S, RelayProcess
 
 MIB = 1 << 20
 MACHINES = 9
-CHUNK = CHUNK_BYTES_MIN
-"""Result of laminar.weights.version.chunking.chunk_bytes for these sizes and speeds."""
+CHUNK = 2 * MIB  #: best for these sizes and speeds, by the formula of docs/weights.md
 RELAYS = {1: 1600, 2: 1600, 4: 1600, 8: 800}  #: Mbit/s of a card, by relays in the chain
 GATES = {
     "chain4_vs_hop": (">=", 0.90),

@@ -27,12 +27,13 @@ import xxhash
 from laminar.weights.arena.region import Region
 from laminar.weights.arena.slots import SlotTable
 from laminar.weights.chain.core import PlaneOptions
-from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted, Status
+from laminar.weights.chain.reports import Received, Report, SlotReturned, SlotWanted
 from laminar.weights.chain.transfer_thread import Plane
 from laminar.weights.chain.upstream import RelayIdentity
 from laminar.weights.version import copy
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import compute_checksums
+from laminar.weights.version.table import VersionTable
 
 RUN = "bench"
 KEY = b"the key of the run"
@@ -129,8 +130,9 @@ class RelayProcess:
         answer: tuple[str, float] = self._call("publish", version, chunk_bytes)
         return answer
 
-    def status(self) -> Status:
-        answer: Status = self._call("status")
+    def held(self) -> tuple[int, ...]:
+        """Return the complete versions; what was reported before has happened."""
+        answer: tuple[int, ...] = self._call("held")
         return answer
 
     def usage(self) -> tuple[float, float]:
@@ -236,6 +238,7 @@ class _Stub:
         self.todo: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.hashes = _TimedHashes()
         self.slot_due = False
+        self.table = VersionTable(threading.Lock())
 
     def main(self, pipe: Any, host: str) -> None:
         for slot in self.memory:
@@ -245,8 +248,9 @@ class _Stub:
             lambda slot: Region(memoryview(self.memory[slot]), self.files[slot]),
             lambda report: self.todo.put(("report", Happened(time.monotonic(), report))),
             self.options,
+            self.table,
         )
-        self.slots = SlotTable(len(self.memory), self.plane.try_forget)
+        self.slots = SlotTable(len(self.memory), self.table.try_forget)
         self.host = host
         threading.Thread(target=self._take_calls, args=(pipe,), daemon=True).start()
         while True:
@@ -284,7 +288,7 @@ class _Stub:
         writer = getattr(self.slots.get_state(slot), "writer", "")
         if not fetched and version > (-1 if self.slots.latest is None else self.slots.latest):
             self.slots.commit(slot, writer, version)
-        elif self.plane.try_forget(version):
+        elif self.table.try_forget(version):
             self.slots.abandon_slot(writer)
 
     def _grant_due(self) -> None:
@@ -313,8 +317,8 @@ class _Stub:
         self.plane.publish_version(manifest, slot)
         return manifest.digest, at
 
-    def do_status(self) -> Status:
-        return self.plane.get_status()
+    def do_held(self) -> tuple[int, ...]:
+        return tuple(sorted(self.table.get_complete_digests()))
 
     def do_usage(self) -> tuple[float, float]:
         mover = next(t for t in threading.enumerate() if t.name == "bulk-plane")

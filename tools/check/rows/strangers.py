@@ -204,7 +204,7 @@ def replayed_greeting(place: Place) -> str:
 def reflected_greeting(place: Place) -> str:
     """Send the relay's own proof back to it."""
     with socket.create_connection(place.bulk()) as sock:
-        sock.sendall(hello(run=place.run))
+        sock.sendall(wire.encode(hello(run=place.run)))
         challenge = received(sock, wire.successor_decoder)
         sock.sendall(wire.encode(wire.Proof(proof=challenge.proof)))
         return ended(sock).decode(errors="replace")

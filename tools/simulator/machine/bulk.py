@@ -53,7 +53,6 @@ class End:
     def __init__(self, bulk: BulkNetwork, owner: Owner, handler: FrameHandler[Any]) -> None:
         self.handler, self.owner = handler, owner
         self.message_bytes_max = wire.HANDSHAKE_BYTES_MAX
-        self.bytes_in = self.bytes_out = 0
         self.moved_at = bulk.now_s()
         self.peer: End | None = None  #: None while connecting
         self.decoder: Any = None  #: decoder of the other end's messages
@@ -103,7 +102,6 @@ class End:
         while self._queue and not self._busy and self._unread < WINDOW:
             frame = self._queue.popleft()
             self._unread += 1
-            self.bytes_out += len(frame.body)
             self.moved_at = self._bulk.now_s()
             taking_ns = 0
             if frame.header is not None:
@@ -126,7 +124,6 @@ class End:
 
     def _take(self, frame: Frame) -> None:
         self.moved_at = self._bulk.now_s()
-        self.bytes_in += len(frame.body)
         assert self.peer is not None
         self.peer._was_read()
         if frame.header is None:

@@ -168,7 +168,7 @@ class Replica(Idle):
 
     def pause(self) -> None:
         if self.engine is not None:
-            self.engine.clock.freeze_time()
+            self.engine.clock.advance_to_now()
 
     def resume(self) -> None:
         if self.engine is not None:
