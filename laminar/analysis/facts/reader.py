@@ -34,8 +34,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from laminar.analysis.facts.collector import FactCollector
-from laminar.analysis.facts.happening import Row
-from laminar.analysis.facts.tables import FACTS_VERSION, TABLES
+from laminar.analysis.facts.tables import FACTS_VERSION, TABLES, Row
 from laminar.analysis.facts.writer import CALLS, SCHEMAS, TableWriter, build_batch, get_table_path
 from laminar.analysis.log.run_log import GrowingReplay, KeepState, RunLog
 from laminar.config import ConfigError

@@ -127,11 +127,11 @@ def _format_records(
     for record in read_records(run_dir, recent=recent):
         if isinstance(record, EventRecord):
             event = parse_event(record)
-            process, seconds = event.peer, moments.seconds_since_start(moments.locate_event(event))
+            process, seconds = event.peer, moments.locate_event(event).seconds
             text = _event_line(event, seconds, None if loads.match_event(event) else subject)
         elif isinstance(record, DecisionRecord):
             command = parse_command(record)
-            process, seconds = command.to, moments.seconds_since_start(moments.now)
+            process, seconds = command.to, moments.now.seconds
             text = _decision_line(
                 record.cause, command, seconds, None if loads.match_command(command) else subject
             )

@@ -18,12 +18,12 @@ import pyarrow.compute as pc
 from laminar.analysis.facts.idle_reasons import DOWN, NO_WEIGHTS
 from laminar.analysis.facts.reader import Facts
 from laminar.analysis.facts.replica_facts import BUSY
+from laminar.analysis.log.event_clock import format_moment
 from laminar.analysis.why.repack_answers import decision_lines, one_decision
 from laminar.analysis.why.wording import (
     QUESTION_HINT,
     EventWords,
     Row,
-    format_moment,
     format_time,
     format_times,
     sum_by_reason,

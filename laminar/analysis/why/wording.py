@@ -11,6 +11,7 @@ from typing import Any
 
 from laminar.analysis.facts.happening import abbreviate_event, describe_event
 from laminar.analysis.facts.reader import Facts
+from laminar.analysis.log.event_clock import format_moment
 from laminar.events.base import Stamped
 
 QUESTION_HINT = (
@@ -24,10 +25,6 @@ Row = Mapping[str, Any]
 def format_time(row: Row, name: str) -> str:
     """Format a time of a row for display: `45.210 s (#8123)`."""
     return format_moment(row[name], row[f"{name}_event"])
-
-
-def format_moment(seconds: float, event: int) -> str:
-    return f"{seconds:.3f} s (#{event})"
 
 
 def format_times(count: int) -> str:
