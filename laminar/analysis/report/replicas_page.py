@@ -13,10 +13,9 @@ from functools import partial
 from html import escape
 from typing import Any, NamedTuple
 
-from laminar.analysis.report.charts import Bar, Chart, ChartLine, draw_bars, draw_chart
+from laminar.analysis.report.charts import Chart, ChartLine, Drawn, draw_figures, render_rows
 from laminar.analysis.report.confidence import Estimate, estimate_gain, estimate_mean
 from laminar.analysis.report.page_data import PageData
-from laminar.analysis.report.page_rows import Drawn, render_rows
 
 SECONDS = "seconds since the start"
 
@@ -36,7 +35,7 @@ def chart_replicas(runs: Sequence[PageData]) -> list[Drawn]:
         lines = [replace(line, name="mean") for line in lines] if len(runs) == 1 else lines
         what = f"{title}: mean, lowest and highest replica"
         if lines:
-            charts.append(partial(draw_chart, Chart(what, SECONDS, unit, lines)))
+            charts.append(Chart(what, SECONDS, unit, lines))
     return charts
 
 
@@ -52,10 +51,8 @@ def render_repack(runs: Sequence[PageData]) -> Iterator[str]:
     yield from render_rows(
         [
             *([_chart_throughput(found)] if len(found) > 1 else []),
-            partial(
-                draw_chart, Chart("Trajectories migrated so far", SECONDS, "trajectories", moved)
-            ),
-            partial(draw_chart, Chart("Replicas emptied so far", SECONDS, "replicas", emptied)),
+            Chart("Trajectories migrated so far", SECONDS, "trajectories", moved),
+            Chart("Replicas emptied so far", SECONDS, "replicas", emptied),
         ]
     )
     if len(found) > 1:
@@ -69,13 +66,13 @@ def render_repack(runs: Sequence[PageData]) -> Iterator[str]:
 
 
 def _chart_throughput(found: Sequence[PolicyStats]) -> Drawn:
-    bars = [
-        Bar(f"{p.name} ({p.runs})", p.tokens_per_s.mean, p.tokens_per_s.half or 0.0)
+    figures = [
+        (f"{p.name} ({p.runs})", p.tokens_per_s.mean, p.tokens_per_s.half or 0.0)
         for p in found
         if p.tokens_per_s is not None
     ]
     title = "Sampled tokens per second by policy (runs), with 95 % intervals"
-    return partial(draw_bars, title, bars, "tokens/s")
+    return partial(draw_figures, title, figures, "tokens/s")
 
 
 def _render_table(found: Sequence[PolicyStats]) -> Iterator[str]:
