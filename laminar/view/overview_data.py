@@ -30,6 +30,7 @@ class Curve(NamedTuple):
 
     title: str
     points: Points
+    x_label: str = "completed steps"
 
 
 def list_curves(tables: Tables) -> list[Curve]:
@@ -55,7 +56,7 @@ def list_health_curves(tables: Tables) -> list[Curve]:
         _read_metric(figures, "mismatch KL per token", "mismatch_kl/mean"),
         _read_metric(figures, "memory of the trainer, GB", *memory),
         _read_metric(figures, "gradient norm", "actor/grad_norm"),
-        Curve("KV cache in use, mean of replicas, over the seconds", _read_cache_use(tables)),
+        Curve("KV cache in use, mean of replicas", _read_cache_use(tables), "seconds"),
     ]
 
 
