@@ -99,9 +99,14 @@ def read_steps(run_dir: Path, process: str) -> Steps:
     return steps[np.argsort(steps[:, 0], kind="stable")]
 
 
+def merge_rows(steps: Iterable[Steps]) -> Steps:
+    """Return the steps of several engines, one after another."""
+    return np.concatenate([EMPTY_STEPS, *steps])
+
+
 def merge_steps(steps: Iterable[Steps]) -> Intervals:
     """Return the time in which any of these engines was stepping."""
-    return merge_intervals(np.concatenate([EMPTY_STEPS, *steps])[:, :2], gap_ns=JOIN_NS)
+    return merge_intervals(merge_rows(steps)[:, :2], gap_ns=JOIN_NS)
 
 
 def select_state(spans: Iterable[TimelineSpan], state: str) -> Intervals:

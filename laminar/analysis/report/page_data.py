@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from laminar.analysis.log.process_logs import read_machines
-from laminar.analysis.log.timeline import whole_lines
+from laminar.analysis.log.timeline import merge_rows, whole_lines
 from laminar.analysis.report.figures import RunFigures
 from laminar.analysis.report.prompt_lengths import split_by_length
 from laminar.analysis.report.replica_series import Points, ReplicaSeries, build_series
@@ -93,7 +93,7 @@ def page_data(run_dir: Path, decode: Decode | None) -> PageData:
         staleness=_compute_staleness(responses),
         scores=_compute_scores(responses),
         samples={} if decode is None else _select_samples(run_dir, decode),
-        series=build_series(run.gauges, run.facts.rows("migrations"), first_ns),
+        series=build_series(run.gauges, run.facts.rows("migrations")),
         histogram=_compute_histograms(responses),
         config=_load_config(run_dir),
         machines=read_machines(run_dir),
@@ -129,22 +129,19 @@ def _read_responses(run_dir: Path) -> list[Response]:
 
 
 def _compute_rates(run: RunFigures, seconds: float) -> Rates:
-    first_ns, seconds = run.first_ns, max(seconds, 1e-3)
-    sampled = [(rows[:, 1], rows[:, 3]) for rows in run.steps.values() if len(rows)]
-    reports = [(run.facts.to_unix_ns(row["completed"]), row["tokens"]) for row in run.completed]
-    trained = np.array(reports, dtype=np.int64).reshape(-1, 2)
+    seconds, rows = max(seconds, 1e-3), merge_rows(run.steps.values())
+    trained = np.array([(row["completed"], row["tokens"]) for row in run.completed])
+    trained = trained.reshape(-1, 2)
     return Rates(
-        _bin_rate(sampled, first_ns, seconds),
-        _bin_rate([(trained[:, 0], trained[:, 1])], first_ns, seconds),
+        _bin_rate((rows[:, 1] - run.first_ns) / 1e9, rows[:, 3], seconds),
+        _bin_rate(trained[:, 0], trained[:, 1], seconds),
     )
 
 
-def _bin_rate(parts: list[tuple[Any, Any]], first_ns: int, seconds: float) -> Points:
+def _bin_rate(when: Any, counts: Any, seconds: float) -> Points:
     """Return the token rate of each part of the time, at the middle of the part."""
     edges = np.linspace(0.0, seconds, RATE_BINS + 1)
-    tokens = np.zeros(RATE_BINS)
-    for when_ns, count in parts:
-        tokens += np.histogram((when_ns - first_ns) / 1e9, bins=edges, weights=count)[0]
+    tokens = np.histogram(when, bins=edges, weights=counts)[0]
     if not tokens.any():
         return [], []
     middles, width = (edges[:-1] + edges[1:]) / 2, seconds / RATE_BINS
