@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +51,7 @@ def read_spans(run_dir: Path, process: str) -> list[TimelineSpan]:
     newest = run_dir / TIMELINE_DIR / f"{process}.jsonl"
     spans = []
     for path in list_parts(newest):
-        found = ((number, _parse_fields(line)) for number, line in whole_lines(path))
-        spans += [
-            _parse_span(path, number, fields) for number, fields in found if fields is not None
-        ]
+        spans += [_parse_span(path, number, fields) for number, fields in read_json_lines(path)]
     return spans
 
 
@@ -69,10 +67,19 @@ def cut_timelines(run_dir: Path) -> list[str]:
     return [path.name.removesuffix(".jsonl") for path in files if left_out(path)]
 
 
-def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text) of every complete line; nothing if the file is missing."""
+def read_json_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, Any]]:
+    """Yield (number from 1, value) of every line that is whole: a part of an object is no JSON."""
+    for number, text in whole_lines(path, errors):
+        with suppress(ValueError):
+            yield number, json.loads(text)
+
+
+def whole_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """Yield (number from 1, text) of every complete line; nothing if the file is missing.
+
+    `errors`: how to treat what is not UTF-8."""
     try:
-        with open(path, encoding="utf-8", newline="\n") as lines:
+        with open(path, encoding="utf-8", errors=errors, newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 if line.endswith("\n"):
                     yield number, line[:-1]
@@ -111,14 +118,6 @@ def merge_steps(steps: Iterable[Steps]) -> Intervals:
 
 def select_state(spans: Iterable[TimelineSpan], state: str) -> Intervals:
     return merge_intervals((span.start_ns, span.end_ns) for span in spans if span.state == state)
-
-
-def _parse_fields(line: str) -> Any:
-    """Parse a line; None for a truncated one, since part of an object is never valid JSON."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def _parse_span(path: Path, number: int, fields: Any) -> TimelineSpan:

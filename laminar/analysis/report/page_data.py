@@ -8,7 +8,6 @@ Raises  ConfigError for a run directory that cannot be read
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from laminar.analysis.log.process_logs import read_machines
-from laminar.analysis.log.timeline import merge_rows, whole_lines
+from laminar.analysis.log.timeline import merge_rows, read_json_lines
 from laminar.analysis.report.figures import RunFigures
 from laminar.analysis.report.prompt_lengths import split_by_length
 from laminar.analysis.report.replica_series import Points, ReplicaSeries, build_series
@@ -109,16 +108,9 @@ def _load_config(run_dir: Path) -> Config | None:
 
 
 def _read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines about steps; skip lines truncated by a crash."""
-    found = []
-    for _, text in whole_lines(run_dir / METRICS_FILE):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and STEP in line:
-            found.append(line)
-    return found
+    """Return the lines about steps."""
+    lines = (line for _, line in read_json_lines(run_dir / METRICS_FILE))
+    return [line for line in lines if isinstance(line, dict) and STEP in line]
 
 
 def _read_responses(run_dir: Path) -> list[Response]:
