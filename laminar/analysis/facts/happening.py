@@ -1,14 +1,12 @@
 """Events of a replay as the parts of the collector receive them: with commands and state.
 
 Reads   nothing
-Gives   Happening; Add, which receives rows; is_frequent, for events that change little
+Gives   Happening; describe_event, abbreviate_event
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 from laminar.analysis.facts.trajectory_history import Change
 from laminar.analysis.log.display import display_fields
@@ -17,9 +15,6 @@ from laminar.core.state.keys import TimerKind
 from laminar.core.state.state import State
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-
-Add = Callable[[str, Any], None]
-"""Receiver of a complete row of the table with this name."""
 
 FREQUENT_EVENTS = (
     ev.TokenProgress,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening
-from laminar.analysis.facts.tables import ProcessRow
+from laminar.analysis.facts.happening import Happening
+from laminar.analysis.facts.tables import Add, ProcessRow
 from laminar.core.state.members import ActorState
 from laminar.core.state.process_failures import ProcessFailures
 from laminar.core.state.statuses import Phase

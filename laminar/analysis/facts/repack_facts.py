@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.repack_reasons import NOT_STRAGGLING, list_decisions
-from laminar.analysis.facts.tables import MigrationRow, RepackDecisionRow
+from laminar.analysis.facts.tables import Add, MigrationRow, RepackDecisionRow
 from laminar.analysis.facts.trajectory_history import Change, Stage
 from laminar.analysis.log.event_clock import Moment
 from laminar.core.state import keys

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.idle_reasons import PULLING, describe_idle_reason, idle_reason
-from laminar.analysis.facts.tables import ConditionRow, GaugeRow, ReplicaStateRow
+from laminar.analysis.facts.tables import Add, ConditionRow, GaugeRow, ReplicaStateRow
 from laminar.analysis.log.event_clock import Moment
 from laminar.core.scheduling.admission import (
     NotAdmittedReason,

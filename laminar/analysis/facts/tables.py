@@ -12,7 +12,7 @@ time that has not come, or a value that does not exist, is NULL. Steps are count
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
@@ -21,6 +21,8 @@ from laminar.analysis.log.event_clock import Moment
 from laminar.names.ids import GroupId, TrajectoryId
 
 Row = tuple[Any, ...]
+Add = Callable[[str, Any], None]
+"""Receiver of a complete row of the table with this name."""
 FACTS_VERSION = 1
 """Version of these tables and of their derivation: facts of another version are built again."""
 

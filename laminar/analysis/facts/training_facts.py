@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from laminar.analysis.facts.happening import Add, Happening
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.tables import (
+    Add,
     EvaluationRow,
     StepRow,
     TrainerWaitRow,

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from laminar.analysis.facts.tables import PlacementRow, TrajectoryRow
+from laminar.analysis.facts.tables import Add, PlacementRow, TrajectoryRow, TurnRow, UpdateRow
 from laminar.analysis.log.display import step_number
 from laminar.analysis.log.event_clock import Moment
 from laminar.core.state import keys
@@ -51,7 +51,6 @@ class Stay(PlacementRow):
     """Stay of a trajectory on one replica, under one placement number."""
 
     latest: int = -1  #: version with which it continues there
-    recorded: bool = False  #: whether the facts have it
 
 
 @dataclass(slots=True)
@@ -90,9 +89,10 @@ class Change(NamedTuple):
 
 
 class HistoryTracker:
-    """Histories that have not ended."""
+    """Histories that have not ended; tables `trajectories`, `placements`, `updates`, `turns`."""
 
-    def __init__(self) -> None:
+    def __init__(self, add: Add) -> None:
+        self._add = add
         self.open: dict[TrajectoryId, TrajectoryHistory] = {}
         self._lost_how = "lost"  #: how the present event takes work from replicas
 
@@ -107,6 +107,12 @@ class HistoryTracker:
             if t.status not in IN_ENGINE:
                 life.stay.left_at = since
             self.open[t.id] = life
+
+    def list_open(self) -> Iterator[tuple[str, Any]]:
+        for life in self.open.values():
+            yield "trajectories", life
+            if life.stay.left_at is None:
+                yield "placements", life.stay
 
     def record_event(
         self, now: Moment, stamped: Stamped, commands: list[Command], state: State
@@ -152,6 +158,8 @@ class HistoryTracker:
             stay = self.open[name].stay
             if stay.latest < trajectory.version:
                 stay.latest = trajectory.version
+                place = (name, stay.placement, stay.replica)
+                self._add("updates", UpdateRow(*place, stay.latest, now))
                 yield Change(Stage.UPDATED, self.open[name])
 
     def _record_start(
@@ -174,7 +182,11 @@ class HistoryTracker:
             life.finished, life.finish_reason = now, event.finish_reason or None
             life.tokens = event.num_tokens
             life.note_truncation()
-            yield from _leave_placement(life, now, Stage.FINISHED, "finished")
+            yield from self._leave_placement(life, now, Stage.FINISHED, "finished")
+            stay = life.stay
+            begun = (life.trajectory, life.turns, stay.replica, stay.version, life.requested)
+            times = (stay.dispatched, stay.started, now)
+            self._add("turns", TurnRow(*begun, *times, life.tokens, event.finish_reason))
 
     def _record_turn(self, now: Moment, event: ev.TurnRequested, state: State) -> Iterator[Change]:
         """Record that a turn follows; only a change of replica counts as a move."""
@@ -191,7 +203,7 @@ class HistoryTracker:
             life.note_truncation()
             yield Change(Stage.TURN, life)
         elif life.stay.left_at is None:  # its session has started
-            yield from _leave_placement(life, now, Stage.TURN, "turn")
+            yield from self._leave_placement(life, now, Stage.TURN, "turn")
 
     def _find_accepted(
         self, event: ev.TrajectoryStarted | ev.TrajectoryFinished, state: State, status: str
@@ -225,13 +237,14 @@ class HistoryTracker:
                 life = self.open.pop(row.trajectory_id)
                 life.ended, life.tokens = now, row.num_tokens
                 life.tokens_lost = row.tokens_lost
+                self._add("trajectories", life)
                 yield Change(Stage.ENDED, life)
 
     def _record_losses(self, now: Moment, state: State) -> Iterator[Change]:
         for name in state.work.lost:
             life = self.open[name]
             if life.stay.left_at is None:
-                yield from _leave_placement(life, now, Stage.LOST, self._lost_how)
+                yield from self._leave_placement(life, now, Stage.LOST, self._lost_how)
 
     def _apply_command(self, now: Moment, command: Command) -> Iterator[Change]:
         if isinstance(command, cmd.OpeningCommand):
@@ -257,7 +270,7 @@ class HistoryTracker:
             life = TrajectoryHistory(command.trajectory_id, *row, dispatched=now)
             self.open[command.trajectory_id] = life
         elif life.stay.left_at is None:  # lost and placed again by the same event
-            yield from _leave_placement(life, now, Stage.LOST, self._lost_how)
+            yield from self._leave_placement(life, now, Stage.LOST, self._lost_how)
         weights = (command.version, command.version_step)
         life.begin_stay(command.placement, command.to, *weights, command.attempt, now)
         yield Change(Stage.DISPATCHED, life)
@@ -271,9 +284,16 @@ class HistoryTracker:
         elif ending.step >= 0:
             life.step = ending.step
         if life.stay.left_at is None:
-            yield from _leave_placement(life, now, Stage.ENDING, "ended")
+            yield from self._leave_placement(life, now, Stage.ENDING, "ended")
         else:
             yield Change(Stage.ENDING, life)
+
+    def _leave_placement(
+        self, life: TrajectoryHistory, now: Moment, what: Stage, how: str
+    ) -> Iterator[Change]:
+        life.stay.left_at, life.stay.left_how = now, how
+        self._add("placements", life.stay)
+        yield Change(what, life)
 
 
 def was_given_away(stamped: Stamped) -> bool:
@@ -282,10 +302,3 @@ def was_given_away(stamped: Stamped) -> bool:
     if isinstance(event, ev.TimerFired):
         return event.timer.startswith(keys.deadline_timer(keys.release_key("")))
     return isinstance(event, ev.TrajectoriesReleased)
-
-
-def _leave_placement(
-    life: TrajectoryHistory, now: Moment, what: Stage, how: str
-) -> Iterator[Change]:
-    life.stay.left_at, life.stay.left_how = now, how
-    yield Change(what, life)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.idle_reasons import source_of
-from laminar.analysis.facts.tables import HoldingRow, LoadRow
+from laminar.analysis.facts.tables import Add, HoldingRow, LoadRow
 from laminar.analysis.log.event_clock import Moment
 from laminar.core.state import keys
 from laminar.events import commands as cmd

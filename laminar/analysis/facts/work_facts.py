@@ -1,7 +1,7 @@
-"""Facts about work: events, decisions, trajectories, their placements and turns, groups.
+"""Facts about work: events, decisions, groups, and why trajectories moved.
 
 Reads   Happenings of a replay
-Gives   MessageFacts, TrajectoryFacts: parts of the collector
+Gives   MessageFacts, MoveReasons, GroupFacts: parts of the collector
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from laminar.analysis.facts.happening import Add, Happening
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.idle_reasons import source_of
-from laminar.analysis.facts.tables import DecisionRow, EventRow, GroupRow, TurnRow, UpdateRow
-from laminar.analysis.facts.trajectory_history import HistoryTracker, Stage, Stay, TrajectoryHistory
+from laminar.analysis.facts.tables import Add, DecisionRow, EventRow, GroupRow
+from laminar.analysis.facts.trajectory_history import Stage, Stay, TrajectoryHistory
 from laminar.analysis.log.event_clock import Moment, format_moment
 from laminar.core.state import keys
 from laminar.core.state.state import State
@@ -42,71 +42,36 @@ class MessageFacts:
             self._add("decisions", DecisionRow(seq, number, seconds, *order))
 
 
-class TrajectoryFacts:
-    """Tables `trajectories`, `placements`, `updates`, `turns`, `groups`."""
+class GroupFacts:
+    """Table `groups`."""
 
-    def __init__(self, add: Add, lives: HistoryTracker) -> None:
-        self._add, self._lives = add, lives
-        self._moves = MoveReasons(lives)
+    def __init__(self, add: Add) -> None:
+        self._add = add
         self._complete: dict[GroupId, Moment] = {}
         self._mixed: set[GroupId] = set()
 
     def record(self, at: Happening) -> None:
-        self._moves.watch(at)
         for what, life in at.changes:
-            if what == Stage.DISPATCHED:
-                self._moves.explain(life, at)
-            elif what == Stage.UPDATED:
-                stay = life.stay
-                place = (life.trajectory, stay.placement, stay.replica)
-                self._add("updates", UpdateRow(*place, stay.latest, at.now))
-            elif what == Stage.ENDED:
-                self._add("trajectories", life)
-            if what == Stage.FINISHED:
-                self._add_turn(life)
-            if what in (Stage.FINISHED, Stage.TURN, Stage.LOST, Stage.ENDING):
-                self._add_placement(life, at)
             if what == Stage.ENDING:
                 group = at.state.work.groups.get(life.group_id)
                 if group is not None and group.mixed:
                     self._mixed.add(life.group_id)
         ended = (life.group_id for what, life in at.changes if what == Stage.ENDED)
         for name in dict.fromkeys(ended):
-            self._close_group(name, at.state)
+            if name not in at.state.work.groups:
+                self._add("groups", self._describe_group(name))
+                self._complete.pop(name, None)
+                self._mixed.discard(name)
         if at.state.work.ready and not isinstance(at.event, _MAKE_NO_GROUP_READY):
             for ready in at.state.work.ready:
                 self._complete.setdefault(ready, at.now)
 
     def list_open(self) -> Iterator[tuple[str, Any]]:
-        for life in self._lives.open.values():
-            yield "trajectories", life
-            if life.stay.left_at is None:
-                yield "placements", life.stay
         for group in self._complete:
             yield "groups", self._describe_group(group)
 
-    def _close_group(self, group: GroupId, state: State) -> None:
-        if group not in state.work.groups:
-            self._add("groups", self._describe_group(group))
-            self._complete.pop(group, None)
-            self._mixed.discard(group)
-
     def _describe_group(self, group: GroupId) -> GroupRow:
         return GroupRow(group, self._complete.get(group), group in self._mixed)
-
-    def _add_turn(self, life: TrajectoryHistory) -> None:
-        stay = life.stay
-        begun = (life.trajectory, life.turns, stay.replica, stay.version, life.requested)
-        times = (stay.dispatched, stay.started, life.finished)
-        self._add("turns", TurnRow(*begun, *times, life.tokens, life.finish_reason or ""))
-
-    def _add_placement(self, life: TrajectoryHistory, at: Happening) -> None:
-        """Add the placement that this event ended."""
-        ended = [stay for stay in life.stays[-2:] if stay.left_at == at.now]
-        for stay in ended[-1:]:
-            if not stay.recorded:
-                stay.recorded = True
-                self._add("placements", stay)
 
 
 _MAKE_NO_GROUP_READY = (ev.TokenProgress, ev.TrajectoryStarted, ev.TrajectoryFinished)
@@ -115,15 +80,14 @@ _MAKE_NO_GROUP_READY = (ev.TokenProgress, ev.TrajectoryStarted, ev.TrajectoryFin
 class MoveReasons:
     """Reasons why lost work was placed where it was."""
 
-    def __init__(self, lives: HistoryTracker) -> None:
-        self._lives = lives
+    def __init__(self) -> None:
         self._waited: set[TrajectoryId] = set()  #: lost work whose wait for its version timed out
         self._restarted: set[TrajectoryId] = set()  #: lost work that a batch gave up on
         #: latest order to load weights for lost work: version, event and text, by replica
         self._sources: dict[str, tuple[int, int, str]] = {}
 
-    def watch(self, at: Happening) -> None:
-        """Note timeouts of lost work, and the sources of its versions."""
+    def record(self, at: Happening) -> None:
+        """Note timeouts of lost work, the sources of its versions, and the reasons of moves."""
         if isinstance(at.event, ev.TimerFired):
             self._watch_timer(at.event.timer, at.state)
         for order in at.commands:
@@ -133,6 +97,9 @@ class MoveReasons:
                 when = format_moment(at.now.seconds, at.now.seq)
                 text = f"At {when} {order.to} was ordered to load v{order.version}{found}."
                 self._sources[order.to] = (order.version, at.now.seq, text)
+        for what, life in at.changes:
+            if what == Stage.DISPATCHED and len(life.stays) > 1:
+                self._explain(life, at)
 
     def _watch_timer(self, timer: str, state: State) -> None:
         if timer == keys.BATCH_TIMEOUT:
@@ -141,10 +108,8 @@ class MoveReasons:
         elif timer.startswith(_RESUME):
             self._waited.add(TrajectoryId(timer.removeprefix(_RESUME)))
 
-    def explain(self, life: TrajectoryHistory, at: Happening) -> None:
+    def _explain(self, life: TrajectoryHistory, at: Happening) -> None:
         """Note why the latest placement followed, if it is a move, and whence its weights came."""
-        if len(life.stays) < 2:
-            return
         before, after = life.stays[-2:]
         waited = life.trajectory in self._waited
         restarted = life.trajectory in self._restarted or (

@@ -23,7 +23,7 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
     for world in (random_world(seed), failing_world(seed)):
         machine, lives, idleness, moments = (
             StateMachine(),
-            trajectory_history.HistoryTracker(),
+            trajectory_history.HistoryTracker(lambda name, row: None),
             ReplicaFacts(lambda name, row: None),
             event_clock.EventClock(),
         )
