@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from laminar.analysis.report.summary_lines import format_duration
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.view.timeline_data import Tables
@@ -63,9 +64,8 @@ def list_health_curves(tables: Tables) -> list[Curve]:
 def describe_run(tables: Tables, state: State, seconds: float) -> str:
     """Return how the run does in one sentence."""
     done, total = state.steps.completed, state.settings.total_steps
-    parts = [
-        f"{_describe_phase(state, done >= total)}: {done} of {total} steps in {_round(seconds)}"
-    ]
+    phase, took = _describe_phase(state, done >= total), format_duration(seconds)
+    parts = [f"{phase}: {done} of {total} steps in {took}"]
     for curve, ends in zip(list_curves(tables)[:2], (ENDS, 1), strict=True):
         if values := [value for _, value in curve.points]:
             first, last = fmean(values[:ends]), fmean(values[-ends:])
@@ -76,7 +76,7 @@ def describe_run(tables: Tables, state: State, seconds: float) -> str:
     if state.run.phase == Phase.RUNNING and len(times) > 2:
         recent = [time for _, time, _ in times[-RECENT - 1 :]]
         left = (total - done) * (recent[-1] - recent[0]) / (len(recent) - 1)
-        parts.append(f"about {_round(left)} left")
+        parts.append(f"about {format_duration(left)} left")
     return ", ".join(parts) + "."
 
 
@@ -161,10 +161,3 @@ def _compute_rates(tables: Tables) -> Points:
     """Return the response tokens of each step per second since the step before it."""
     pairs = pairwise(_list_completed(tables))
     return [(now[0], now[2] / max(now[1] - then[1], 1e-9)) for then, now in pairs]
-
-
-def _round(seconds: float) -> str:
-    minutes = seconds / 60
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

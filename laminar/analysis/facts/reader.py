@@ -200,12 +200,24 @@ def load_facts(run_dir: Path, progress: Progress | None = None) -> Facts:
         return LiveFacts(run_dir, progress)
 
 
-def _load_files(run_dir: Path, progress: Progress | None = None) -> Facts:
-    """Return facts from files; raise OSError if they have to be built and cannot be written."""
+def follow_run(run_dir: Path, progress: Progress | None = None) -> Facts:
+    """Return the facts of a run, from files if they are of the whole log, else to be followed."""
+    return _find_files(run_dir) or LiveFacts(run_dir, progress)
+
+
+def _find_files(run_dir: Path) -> Facts | None:
+    """Return facts from files; None: there are none of the log as it is now."""
     for directory in _list_places(run_dir):
         header = _read_header(directory)
         if header is not None and log_ends_at(run_dir, header.end):
             return Facts(run_dir, directory, header)
+    return None
+
+
+def _load_files(run_dir: Path, progress: Progress | None = None) -> Facts:
+    """Return facts from files; raise OSError if they have to be built and cannot be written."""
+    if found := _find_files(run_dir):
+        return found
     for directory in _list_places(run_dir):
         try:
             return _build_facts(run_dir, directory, progress)
@@ -338,14 +350,6 @@ class LiveFacts(Facts):
     def _find_state(self, event: int) -> Snapshot | None:
         seq = max((seq for seq in self._states if seq <= event), default=0)
         return _unpack_state(self._states[seq], seq) if seq else None
-
-
-def follow_run(run_dir: Path, progress: Progress | None = None) -> Facts:
-    """Return the facts of a run, from files if they are of the whole log, else to be followed."""
-    header = _read_header(run_dir / FACTS_DIR)
-    if header is not None and log_ends_at(run_dir, header.end):
-        return Facts(run_dir, run_dir / FACTS_DIR, header)
-    return LiveFacts(run_dir, progress)
 
 
 def _build_filter(wanted: dict[str, Any]) -> pc.Expression | None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform
 
 from laminar.analysis.log.event_clock import Moment
 from laminar.names.ids import GroupId, TrajectoryId
 
 Row = tuple[Any, ...]
+RowType = TypeVar("RowType")
 Add = Callable[[str, Any], None]
 """Receiver of a complete row of the table with this name."""
 FACTS_VERSION = 1
@@ -28,7 +29,7 @@ FACTS_VERSION = 1
 
 Kind = Literal["int", "float", "text", "bool", "texts", "timestamp"]
 KINDS: dict[str, Kind] = {
-    "int": "int", "float": "float", "bool": "bool", "datetime": "timestamp",
+    "int": "int", "float": "float", "bool": "bool", "datetime": "timestamp", "Moment": "float",
     "str": "text", "TrajectoryId": "text", "GroupId": "text", "list[TrajectoryId]": "texts",
 }  # fmt: skip
 """Kinds by the annotation of a column; a Moment has two columns: time and event."""
@@ -39,7 +40,56 @@ def column(meaning: str, value: Any = None) -> Any:
     return field(default=value, metadata={"text": meaning})
 
 
-@dataclass(slots=True)
+class Column(NamedTuple):
+    """Column of a table."""
+
+    name: str
+    kind: Kind
+    text: str
+
+
+class Table:
+    """Table of facts; its rows are in the order in which they became complete."""
+
+    def __init__(self, name: str, row: Any) -> None:
+        self.name, self.text = name, f"{row.__doc__[0].lower()}{row.__doc__[1:-1]}"
+        self.columns: list[Column] = []
+        self._fields: list[tuple[str, bool]] = []  #: name, and whether it is a moment
+        for part in fields(row):
+            kind = part.type.removesuffix(" | None")
+            self._fields.append((part.name, kind == "Moment"))
+            self.columns.append(Column(part.name, KINDS[kind], part.metadata["text"]))
+            if kind == "Moment":
+                self.columns.append(Column(f"{part.name}_event", "int", f"event at `{part.name}`"))
+
+    def list_values(self, row: Any) -> Row:
+        """Return the values of all columns of a row."""
+        found: list[Any] = []
+        for name, is_moment in self._fields:
+            value = getattr(row, name)
+            if not is_moment:
+                found.append(value)
+            else:
+                found += (None, None) if value is None else (value.seconds, value.seq)
+        return tuple(found)
+
+
+TABLES: dict[str, Table] = {}
+
+
+@dataclass_transform()
+def _declare_row(name: str) -> Callable[[type[RowType]], type[RowType]]:
+    """Make a dataclass, for the rows of the table with this name."""
+
+    def declare(row: type[RowType]) -> type[RowType]:
+        made = dataclass(slots=True)(row)
+        TABLES[name] = Table(name, made)
+        return made
+
+    return declare
+
+
+@_declare_row("events")
 class EventRow:
     """Every event of the log."""
 
@@ -51,7 +101,7 @@ class EventRow:
     fields: str = column("all fields, as JSON")
 
 
-@dataclass(slots=True)
+@_declare_row("decisions")
 class DecisionRow:
     """Every command, with the event that caused it."""
 
@@ -63,7 +113,7 @@ class DecisionRow:
     fields: str = column("all fields, as JSON")
 
 
-@dataclass(slots=True)
+@_declare_row("trajectories")
 class TrajectoryRow:
     """A row per trajectory; replica, version, start: of its last placement."""
 
@@ -104,7 +154,7 @@ class TrajectoryRow:
     )
 
 
-@dataclass(slots=True)
+@_declare_row("placements")
 class PlacementRow:
     """Stays of trajectories on replicas; each dispatch makes one."""
 
@@ -126,7 +176,7 @@ class PlacementRow:
     moved_from: str | None = column("source of its weights, if the replica had to load them")
 
 
-@dataclass(slots=True)
+@_declare_row("updates")
 class UpdateRow:
     """Weights that running trajectories continued with, loaded in flight."""
 
@@ -137,7 +187,7 @@ class UpdateRow:
     loaded: Moment = column("load")
 
 
-@dataclass(slots=True)
+@_declare_row("turns")
 class TurnRow:
     """Finished turns; a trajectory without an environment has one."""
 
@@ -153,7 +203,7 @@ class TurnRow:
     finish_reason: str = column("as reported by the engine")
 
 
-@dataclass(slots=True)
+@_declare_row("groups")
 class GroupRow:
     """Groups of siblings that have ended, or are complete."""
 
@@ -162,7 +212,7 @@ class GroupRow:
     mixed: bool = column("whether its siblings are of several versions")
 
 
-@dataclass(slots=True)
+@_declare_row("replica_states")
 class ReplicaStateRow:
     """Activity of each replica: busy, or why it ran nothing."""
 
@@ -178,7 +228,7 @@ class ReplicaStateRow:
     )
 
 
-@dataclass(slots=True)
+@_declare_row("conditions")
 class ConditionRow:
     """Intervals in which a condition held."""
 
@@ -190,7 +240,7 @@ class ConditionRow:
     ended: Moment | None = column("end; NULL: it lasts")
 
 
-@dataclass(slots=True)
+@_declare_row("steps")
 class StepRow:
     """Optimizer steps that were ordered, as last ordered."""
 
@@ -208,7 +258,7 @@ class StepRow:
     metrics: str | None = column("figures of the step, as JSON")
 
 
-@dataclass(slots=True)
+@_declare_row("trainer_waits")
 class TrainerWaitRow:
     """Parts of the time in which the trainer was free before a step."""
 
@@ -220,7 +270,7 @@ class TrainerWaitRow:
     cause: str = column("event that began the wait")
 
 
-@dataclass(slots=True)
+@_declare_row("versions")
 class VersionRow:
     """Published versions of the weights."""
 
@@ -230,7 +280,7 @@ class VersionRow:
     digest: str = column("digest of the weights")
 
 
-@dataclass(slots=True)
+@_declare_row("holdings")
 class HoldingRow:
     """Versions that relays held."""
 
@@ -240,7 +290,7 @@ class HoldingRow:
     ended: Moment | None = column("end; NULL: it lasts")
 
 
-@dataclass(slots=True)
+@_declare_row("loads")
 class LoadRow:
     """Orders to replicas to load weights."""
 
@@ -258,7 +308,7 @@ class LoadRow:
     probe_kl: float | None = column("KL of engine and trainer over the probe, nats per token")
 
 
-@dataclass(slots=True)
+@_declare_row("migrations")
 class MigrationRow:
     """Replicas that repack emptied."""
 
@@ -276,7 +326,7 @@ class MigrationRow:
     trajectories: list[TrajectoryId] = column("ids")
 
 
-@dataclass(slots=True)
+@_declare_row("repack_decisions")
 class RepackDecisionRow:
     """Findings of repack at each search, per replica with work."""
 
@@ -289,7 +339,7 @@ class RepackDecisionRow:
     trajectories: list[TrajectoryId] | None = column("ids, where the replica was a straggler")
 
 
-@dataclass(slots=True)
+@_declare_row("evaluations")
 class EvaluationRow:
     """Finished evaluations."""
 
@@ -309,7 +359,7 @@ class EvaluationRow:
     truncated_share: float | None = column("share of truncated samples")
 
 
-@dataclass(slots=True)
+@_declare_row("processes")
 class ProcessRow:
     """Lives of processes; a second row of a name is a restart."""
 
@@ -324,7 +374,7 @@ class ProcessRow:
     slots: int | None = column("sequences that the engine of a replica runs at a time")
 
 
-@dataclass(slots=True)
+@_declare_row("gauges")
 class GaugeRow:
     """Reports of replicas at fixed intervals."""
 
@@ -338,7 +388,7 @@ class GaugeRow:
     tokens_total: int = column("sampled since its process began")
 
 
-@dataclass(slots=True)
+@_declare_row("warnings")
 class WarningRow:
     """Warnings about training."""
 
@@ -348,7 +398,7 @@ class WarningRow:
     text: str = column("figure, limit and remedy")
 
 
-@dataclass(slots=True)
+@_declare_row("tool_calls")
 class ToolCallRow:
     """Calls of environments, from the store."""
 
@@ -361,7 +411,7 @@ class ToolCallRow:
     seconds: float = column("duration")
 
 
-@dataclass(slots=True)
+@_declare_row("run")
 class RunRow:
     """The runs of a query; with several, every table has the column `run`."""
 
@@ -373,65 +423,7 @@ class RunRow:
     begins_at: int = column("event after which the facts begin; 0: they are of the whole run")
 
 
-class Column(NamedTuple):
-    """Column of a table."""
-
-    name: str
-    kind: Kind
-    text: str
-
-
-class Table:
-    """Table of facts; its rows are in the order in which they became complete."""
-
-    def __init__(self, name: str, row: Any) -> None:
-        self.name, self.text = name, f"{row.__doc__[0].lower()}{row.__doc__[1:-1]}"
-        self.columns: list[Column] = []
-        self._fields: list[tuple[str, bool]] = []  #: name, and whether it is a moment
-        for part in fields(row):
-            kind = part.type.removesuffix(" | None")
-            self._fields.append((part.name, kind == "Moment"))
-            self.columns.append(Column(part.name, KINDS.get(kind, "float"), part.metadata["text"]))
-            if kind == "Moment":
-                self.columns.append(Column(f"{part.name}_event", "int", f"event at `{part.name}`"))
-
-    def list_values(self, row: Any) -> Row:
-        """Return the values of all columns of a row."""
-        found: list[Any] = []
-        for name, is_moment in self._fields:
-            value = getattr(row, name)
-            if not is_moment:
-                found.append(value)
-            else:
-                found += (None, None) if value is None else (value.seconds, value.seq)
-        return tuple(found)
-
-
-_ROWS = {
-    "events": EventRow,
-    "decisions": DecisionRow,
-    "trajectories": TrajectoryRow,
-    "placements": PlacementRow,
-    "updates": UpdateRow,
-    "turns": TurnRow,
-    "groups": GroupRow,
-    "replica_states": ReplicaStateRow,
-    "conditions": ConditionRow,
-    "steps": StepRow,
-    "trainer_waits": TrainerWaitRow,
-    "versions": VersionRow,
-    "holdings": HoldingRow,
-    "loads": LoadRow,
-    "migrations": MigrationRow,
-    "repack_decisions": RepackDecisionRow,
-    "evaluations": EvaluationRow,
-    "processes": ProcessRow,
-    "gauges": GaugeRow,
-    "warnings": WarningRow,
-    "tool_calls": ToolCallRow,
-}
-TABLES = {name: Table(name, row) for name, row in _ROWS.items()}
-RUN_TABLE = Table("run", RunRow)
+RUN_TABLE = TABLES.pop("run")  # of queries only
 
 
 def describe_tables() -> Iterator[str]:

@@ -161,14 +161,9 @@ def _thin_line(line: ChartLine) -> ChartLine:
         return line
     parts = [slice(i, i + per) for i in range(0, len(line.x), per)]
     ys = [[v for v in line.y[part] if v is not None] for part in parts]
-    return ChartLine(
-        line.name,
-        [_mean(line.x[part]) for part in parts],
-        [_mean(values) if values else None for values in ys],
-        dashed=line.dashed,
-        colour=line.colour,
-        stairs=line.stairs,
-    )
+    xs = [_mean(line.x[part]) for part in parts]
+    means = [_mean(values) if values else None for values in ys]
+    return replace(line, x=xs, y=means, error=(), marks=False, band=())
 
 
 def _mean(values: Sequence[float]) -> float:
