@@ -93,6 +93,8 @@ class HistoryTracker:
 
     def __init__(self, add: Add) -> None:
         self._add = add
+        self._now = Moment(0, 0, 0.0)  #: present event
+        self._changes: list[Change] = []  #: by the present event
         self.open: dict[TrajectoryId, TrajectoryHistory] = {}
         self._lost_how = "lost"  #: how the present event takes work from replicas
 
@@ -122,30 +124,30 @@ class HistoryTracker:
         if isinstance(event, ev.TokenProgress):
             return []  # a gauge: it changes no history
         self._lost_how = "released" if was_given_away(stamped) else "lost"
-        changes = [
-            *self._apply_event(now, event, state),
-            *self._record_updates(now, stamped, commands, state),
-            *self._record_losses(now, state),
-        ]
+        self._now, self._changes = now, []
+        self._apply_event(event, state)
+        self._record_updates(stamped, commands, state)
+        self._record_losses(state)
         for command in commands:
-            changes += self._apply_command(now, command)
-        return changes
+            self._apply_command(command)
+        return self._changes
 
-    def _apply_event(self, now: Moment, event: Event, state: State) -> Iterator[Change]:
+    def _note_change(self, what: Stage, life: TrajectoryHistory) -> None:
+        self._changes.append(Change(what, life))
+
+    def _apply_event(self, event: Event, state: State) -> None:
         if isinstance(event, ev.TrajectoryStarted):
-            yield from self._record_start(now, event, state)
+            self._record_start(event, state)
         elif isinstance(event, ev.TrajectoryFinished):
-            yield from self._record_finish(now, event, state)
+            self._record_finish(event, state)
         elif isinstance(event, ev.TurnRequested):
-            yield from self._record_turn(now, event, state)
+            self._record_turn(event, state)
         elif isinstance(event, ev.TrajectoryRewarded):
-            yield from self._record_reward(now, event, state)
+            self._record_reward(event, state)
         elif isinstance(event, ev.TrajectoriesEnded):
-            yield from self._record_ends(now, event, state)
+            self._record_ends(event, state)
 
-    def _record_updates(
-        self, now: Moment, stamped: Stamped, commands: list[Command], state: State
-    ) -> Iterator[Change]:
+    def _record_updates(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """Record the running trajectories that continue with weights loaded in flight."""
         if not isinstance(stamped.event, ev.WeightsLoaded) or not state.settings.in_flight:
             return
@@ -159,36 +161,32 @@ class HistoryTracker:
             if stay.latest < trajectory.version:
                 stay.latest = trajectory.version
                 place = (name, stay.placement, stay.replica)
-                self._add("updates", UpdateRow(*place, stay.latest, now))
-                yield Change(Stage.UPDATED, self.open[name])
+                self._add("updates", UpdateRow(*place, stay.latest, self._now))
+                self._note_change(Stage.UPDATED, self.open[name])
 
-    def _record_start(
-        self, now: Moment, event: ev.TrajectoryStarted, state: State
-    ) -> Iterator[Change]:
+    def _record_start(self, event: ev.TrajectoryStarted, state: State) -> None:
         life = self._find_accepted(event, state, TrajectoryStatus.RUNNING)
         if life is not None and life.stay.started is None:
             life.stay.tokens_resumed = event.tokens_resumed
-            life.started = life.stay.started = now
+            life.started = life.stay.started = self._now
             life.prompt_tokens = life.stay.prompt_tokens = event.prompt_tokens or None
-            yield Change(Stage.STARTED, life)
+            self._note_change(Stage.STARTED, life)
 
-    def _record_finish(
-        self, now: Moment, event: ev.TrajectoryFinished, state: State
-    ) -> Iterator[Change]:
+    def _record_finish(self, event: ev.TrajectoryFinished, state: State) -> None:
         has_sessions = state.settings.has_environment
         status = TrajectoryStatus.WAITING if has_sessions else TrajectoryStatus.GENERATED
         life = self._find_accepted(event, state, status)
         if life is not None and life.finished is None:
-            life.finished, life.finish_reason = now, event.finish_reason or None
+            life.finished, life.finish_reason = self._now, event.finish_reason or None
             life.tokens = event.num_tokens
             life.note_truncation()
-            yield from self._leave_placement(life, now, Stage.FINISHED, "finished")
+            self._leave_placement(life, Stage.FINISHED, "finished")
             stay = life.stay
             begun = (life.trajectory, life.turns, stay.replica, stay.version, life.requested)
-            times = (stay.dispatched, stay.started, now)
+            times = (stay.dispatched, stay.started, self._now)
             self._add("turns", TurnRow(*begun, *times, life.tokens, event.finish_reason))
 
-    def _record_turn(self, now: Moment, event: ev.TurnRequested, state: State) -> Iterator[Change]:
+    def _record_turn(self, event: ev.TurnRequested, state: State) -> None:
         """Record that a turn follows; only a change of replica counts as a move."""
         life = self.open.get(event.trajectory_id)
         trajectory = state.work.trajectories.get(event.trajectory_id)
@@ -197,13 +195,13 @@ class HistoryTracker:
         waits = trajectory.status == TrajectoryStatus.WAITING
         if waits and trajectory.placement == event.placement:
             return
-        life.requested = now
+        life.requested = self._now
         if life.finished is not None:
             life.finished, life.turns = None, life.turns + 1
             life.note_truncation()
-            yield Change(Stage.TURN, life)
+            self._note_change(Stage.TURN, life)
         elif life.stay.left_at is None:  # its session has started
-            yield from self._leave_placement(life, now, Stage.TURN, "turn")
+            self._leave_placement(life, Stage.TURN, "turn")
 
     def _find_accepted(
         self, event: ev.TrajectoryStarted | ev.TrajectoryFinished, state: State, status: str
@@ -215,85 +213,80 @@ class HistoryTracker:
             return None
         return self.open[event.trajectory_id]
 
-    def _record_reward(
-        self, now: Moment, event: ev.TrajectoryRewarded, state: State
-    ) -> Iterator[Change]:
+    def _record_reward(self, event: ev.TrajectoryRewarded, state: State) -> None:
         life = self.open.get(event.trajectory_id)
         trajectory = state.work.trajectories.get(event.trajectory_id)
         if life is None or trajectory is None or life.rewarded is not None:
             return
         if trajectory.reward_bits == event.reward_bits:  # still -1 if the sender is fenced
-            life.rewarded, life.reward = now, float_of(event.reward_bits)
+            life.rewarded, life.reward = self._now, float_of(event.reward_bits)
             life.correct = event.correct
             life.reward_reason, life.ended_by = event.reason or None, event.ended_by or None
             life.note_truncation()
-            yield Change(Stage.REWARDED, life)
+            self._note_change(Stage.REWARDED, life)
 
-    def _record_ends(
-        self, now: Moment, event: ev.TrajectoriesEnded, state: State
-    ) -> Iterator[Change]:
+    def _record_ends(self, event: ev.TrajectoriesEnded, state: State) -> None:
         for row in event.ended:
             if row.trajectory_id not in state.work.trajectories and row.trajectory_id in self.open:
                 life = self.open.pop(row.trajectory_id)
-                life.ended, life.tokens = now, row.num_tokens
+                life.ended, life.tokens = self._now, row.num_tokens
                 life.tokens_lost = row.tokens_lost
                 self._add("trajectories", life)
-                yield Change(Stage.ENDED, life)
+                self._note_change(Stage.ENDED, life)
 
-    def _record_losses(self, now: Moment, state: State) -> Iterator[Change]:
+    def _record_losses(self, state: State) -> None:
         for name in state.work.lost:
             life = self.open[name]
             if life.stay.left_at is None:
-                yield from self._leave_placement(life, now, Stage.LOST, self._lost_how)
+                self._leave_placement(life, Stage.LOST, self._lost_how)
 
-    def _apply_command(self, now: Moment, command: Command) -> Iterator[Change]:
+    def _apply_command(self, command: Command) -> None:
         if isinstance(command, cmd.OpeningCommand):
-            yield from self._record_dispatch(now, command)
+            self._record_dispatch(command)
         elif isinstance(command, cmd.ScoreTrajectories):
             for item in command.items:
                 life = self.open[item.trajectory_id]
-                life.scorer, life.scoring = command.to or None, now
-                yield Change(Stage.SCORING, life)
+                life.scorer, life.scoring = command.to or None, self._now
+                self._note_change(Stage.SCORING, life)
         elif isinstance(command, cmd.TrainStep):
             for name in command.trajectories:
                 life = self.open[name]
-                life.chosen = now
-                yield Change(Stage.CHOSEN, life)
+                life.chosen = self._now
+                self._note_change(Stage.CHOSEN, life)
         elif isinstance(command, cmd.EndTrajectories):
             for ending in command.endings:
-                yield from self._record_ending(now, ending)
+                self._record_ending(ending)
 
-    def _record_dispatch(self, now: Moment, command: cmd.OpeningCommand) -> Iterator[Change]:
+    def _record_dispatch(self, command: cmd.OpeningCommand) -> None:
         life = self.open.get(command.trajectory_id)
         if life is None:
             row = (command.group, command.sibling, command.purpose, command.row_index)
-            life = TrajectoryHistory(command.trajectory_id, *row, dispatched=now)
+            life = TrajectoryHistory(command.trajectory_id, *row, dispatched=self._now)
             self.open[command.trajectory_id] = life
         elif life.stay.left_at is None:  # lost and placed again by the same event
-            yield from self._leave_placement(life, now, Stage.LOST, self._lost_how)
+            self._leave_placement(life, Stage.LOST, self._lost_how)
         weights = (command.version, command.version_step)
-        life.begin_stay(command.placement, command.to, *weights, command.attempt, now)
-        yield Change(Stage.DISPATCHED, life)
+        life.begin_stay(command.placement, command.to, *weights, command.attempt, self._now)
+        self._note_change(Stage.DISPATCHED, life)
 
-    def _record_ending(self, now: Moment, ending: cmd.TrajectoryEnding) -> Iterator[Change]:
+    def _record_ending(self, ending: cmd.TrajectoryEnding) -> None:
         life = self.open[ending.trajectory_id]
-        life.ending, life.outcome, life.outcome_reason = now, ending.end, ending.reason or None
+        life.ending, life.outcome = self._now, ending.end
+        life.outcome_reason = ending.reason or None
         if ending.end == EndKind.TRAINED:
             oldest = next(s.version_step for s in life.stays if s.attempt == life.attempts)
             life.step, life.staleness = step_number(ending.step), ending.step - oldest
         elif ending.step >= 0:
             life.step = ending.step
         if life.stay.left_at is None:
-            yield from self._leave_placement(life, now, Stage.ENDING, "ended")
+            self._leave_placement(life, Stage.ENDING, "ended")
         else:
-            yield Change(Stage.ENDING, life)
+            self._note_change(Stage.ENDING, life)
 
-    def _leave_placement(
-        self, life: TrajectoryHistory, now: Moment, what: Stage, how: str
-    ) -> Iterator[Change]:
-        life.stay.left_at, life.stay.left_how = now, how
+    def _leave_placement(self, life: TrajectoryHistory, what: Stage, how: str) -> None:
+        life.stay.left_at, life.stay.left_how = self._now, how
         self._add("placements", life.stay)
-        yield Change(what, life)
+        self._note_change(what, life)
 
 
 def was_given_away(stamped: Stamped) -> bool:

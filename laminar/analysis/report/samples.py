@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -223,20 +224,11 @@ def _contains_text(sample: Sample, text: str) -> bool:
 
 def _load_samples(path: Path, rows: Iterable[Row], decode: Decode) -> Iterator[Sample]:
     """Yield samples in the order of the rows, a few per read transaction."""
-    batch: list[Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == PAYLOADS:
-            yield from _load_batch(path, batch, decode)
-            batch = []
-    yield from _load_batch(path, batch, decode)
-
-
-def _load_batch(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
-    if not rows:
-        return []
-    with books.open_tables(path) as tables:
-        return [_read_sample(tables, row, decode) for row in rows]
+    left = iter(rows)
+    while batch := list(islice(left, PAYLOADS)):
+        with books.open_tables(path) as tables:
+            found = [_read_sample(tables, row, decode) for row in batch]
+        yield from found
 
 
 def _read_sample(tables: Tables, row: Row, decode: Decode) -> Sample:
