@@ -28,7 +28,7 @@ from laminar.analysis.report.charts import (
     format_number,
     render_rows,
 )
-from laminar.analysis.report.page_data import PageData
+from laminar.analysis.report.page_data import PERCENTILES, PageData
 from laminar.analysis.report.page_head import render_head, render_problems, render_tables
 from laminar.analysis.report.replicas_page import chart_replicas, render_repack
 from laminar.analysis.report.samples import Sample
@@ -61,6 +61,7 @@ FIGURES = (
 REWARD = ("Reward, mean of the batch", "reward/mean", "reward")  #: on the first screen
 ADVANTAGE = "critic/advantages/mean"
 ADVANTAGES = ("max", "mean", "min")  #: suffixes of critic/advantages
+ORIGINS = ("trained", "generated")  #: of response lengths
 RATES = ("Response tokens per second", "seconds since the start", "tokens/s")
 EXTRA = "reward_extra/"  #: prefix of the reward's extra figures, each with a chart
 
@@ -301,13 +302,10 @@ def _list_histograms(data: PageData) -> list[ChartLine]:
 
 
 def _list_percentiles(data: PageData) -> list[ChartLine]:
+    names = [(c, f"{what} p{q}") for c, q in enumerate(PERCENTILES) for what in ORIGINS]
     return [
-        ChartLine(f"{what} p{q}", *points[q], dashed=what == "generated", colour=colour)
-        for colour, q in enumerate(data.lengths.trained)
-        for what, points in (
-            ("trained", data.lengths.trained),
-            ("generated", data.lengths.generated),
-        )
+        ChartLine(name, *data.lengths[name], dashed=name.startswith(ORIGINS[1]), colour=colour)
+        for colour, name in names
     ]
 
 
@@ -327,7 +325,7 @@ def _chart_staleness(data: PageData, runs: Sequence[PageData]) -> Drawn:
 
 
 def _list_rates(data: PageData) -> list[ChartLine]:
-    return [ChartLine(name, *points) for name, points in data.rates._asdict().items()]
+    return [ChartLine(name, *points) for name, points in data.rates.items()]
 
 
 def _chart_times(data: PageData, runs: Sequence[PageData]) -> Drawn:

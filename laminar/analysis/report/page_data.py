@@ -32,21 +32,8 @@ RATE_BINS = 40  #: over the time of a run
 LENGTH_BINS = 6  #: of trained responses, with about equally many in each
 SCORE_BINS = 16  #: of trained responses, with about equally many in each
 HISTOGRAM_BINS = 30  #: of response lengths
+PERCENTILES = (50, 99)  #: of response lengths
 SAMPLES = 3  #: shown of each kind
-
-
-class Rates(NamedTuple):
-    """Tokens per second over the seconds since the run's first event."""
-
-    generated: Points
-    trained: Points
-
-
-class Lengths(NamedTuple):
-    """Percentiles of response lengths, in tokens, by the completed steps that made the weights."""
-
-    generated: dict[int, Points]  #: by percentile
-    trained: dict[int, Points]
 
 
 class PageData(NamedTuple):
@@ -56,8 +43,8 @@ class PageData(NamedTuple):
     run_dir: Path
     summary: dict[str, Any]
     steps: list[dict[str, Any]]  #: lines of metrics.jsonl about steps
-    rates: Rates
-    lengths: Lengths
+    rates: dict[str, Points]  #: tokens per second over the seconds since the run's first event
+    lengths: dict[str, Points]  #: percentiles, by the completed steps that made the weights
     staleness: dict[str, dict[str, float]]  #: length -> staleness -> share of its responses
     scores: Points  #: mean score of trained responses over their mean length
     samples: dict[str, list[Sample]]  #: by title of the kind
@@ -120,14 +107,14 @@ def _read_responses(run_dir: Path) -> list[Response]:
         return list(tables.iter_responses())
 
 
-def _compute_rates(run: RunFigures, seconds: float) -> Rates:
+def _compute_rates(run: RunFigures, seconds: float) -> dict[str, Points]:
     seconds, rows = max(seconds, 1e-3), merge_rows(run.steps.values())
     trained = np.array([(row["completed"], row["tokens"]) for row in run.completed])
     trained = trained.reshape(-1, 2)
-    return Rates(
-        _bin_rate((rows[:, 1] - run.first_ns) / 1e9, rows[:, 3], seconds),
-        _bin_rate(trained[:, 0], trained[:, 1], seconds),
-    )
+    return {
+        "generated": _bin_rate((rows[:, 1] - run.first_ns) / 1e9, rows[:, 3], seconds),
+        "trained": _bin_rate(trained[:, 0], trained[:, 1], seconds),
+    }
 
 
 def _bin_rate(when: Any, counts: Any, seconds: float) -> Points:
@@ -140,21 +127,19 @@ def _bin_rate(when: Any, counts: Any, seconds: float) -> Points:
     return middles.tolist(), (tokens / width).tolist()
 
 
-def _compute_lengths(responses: list[Response]) -> Lengths:
-    return Lengths(
-        _compute_percentiles(responses), _compute_percentiles([r for r in responses if r.trained])
-    )
-
-
-def _compute_percentiles(responses: list[Response]) -> dict[int, Points]:
-    by_step: dict[int, list[int]] = defaultdict(list)
-    for response in responses:
-        by_step[response.version_step].append(response.num_tokens)
-    steps = sorted(by_step)
-    return {
-        q: ([float(s) for s in steps], [float(np.percentile(by_step[s], q)) for s in steps])
-        for q in (50, 99)
-    }
+def _compute_lengths(responses: list[Response]) -> dict[str, Points]:
+    """Return the percentiles of all responses, and of those that were trained."""
+    found: dict[str, Points] = {}
+    parts = {"trained": [r for r in responses if r.trained], "generated": responses}
+    for what, part in parts.items():
+        by_step: dict[int, list[int]] = defaultdict(list)
+        for response in part:
+            by_step[response.version_step].append(response.num_tokens)
+        steps = sorted(by_step)
+        for q in PERCENTILES:
+            values = [float(np.percentile(by_step[step], q)) for step in steps]
+            found[f"{what} p{q}"] = [float(step) for step in steps], values
+    return found
 
 
 def _by_length(responses: list[Response], count: int) -> list[list[Response]]:
