@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 from laminar.analysis.facts.tables import Add, PlacementRow, TrajectoryRow, TurnRow, UpdateRow
 from laminar.analysis.log.display import step_number
@@ -81,11 +81,8 @@ class TrajectoryHistory(TrajectoryRow):
         self.truncated_by = self.ended_by or (FinishReason.LENGTH if is_cut else None)
 
 
-class Change(NamedTuple):
-    """Change that an event made to a history."""
-
-    what: Stage
-    life: TrajectoryHistory
+Change = tuple[Stage, TrajectoryHistory]
+"""Change that an event made to a history."""
 
 
 class HistoryTracker:
@@ -133,7 +130,7 @@ class HistoryTracker:
         return self._changes
 
     def _note_change(self, what: Stage, life: TrajectoryHistory) -> None:
-        self._changes.append(Change(what, life))
+        self._changes.append((what, life))
 
     def _apply_event(self, event: Event, state: State) -> None:
         if isinstance(event, ev.TrajectoryStarted):
