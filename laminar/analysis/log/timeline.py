@@ -68,7 +68,7 @@ def cut_timelines(run_dir: Path) -> list[str]:
 
 
 def read_json_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, Any]]:
-    """Yield (number from 1, value) of every line that is whole: a part of an object is no JSON."""
+    """Yield (number from 1, value) of every valid line; part of an object is never valid JSON."""
     for number, text in whole_lines(path, errors):
         with suppress(ValueError):
             yield number, json.loads(text)
