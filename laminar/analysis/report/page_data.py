@@ -17,7 +17,7 @@ import numpy as np
 
 from laminar.analysis.log.process_logs import read_machines
 from laminar.analysis.log.timeline import merge_rows, read_json_lines
-from laminar.analysis.report.figures import RunFigures
+from laminar.analysis.report.figures import Row, RunFigures
 from laminar.analysis.report.prompt_lengths import split_by_length
 from laminar.analysis.report.replica_series import Points, ReplicaSeries, build_series
 from laminar.analysis.report.samples import Decode, Sample, SampleFilter, find_samples
@@ -25,7 +25,6 @@ from laminar.analysis.report.summary import summarize_figures
 from laminar.config import Config, ConfigError, load_config
 from laminar.run.directory import CONFIG_FILE, METRICS_FILE, STORE_FILE
 from laminar.storage import books
-from laminar.storage.rows import Response
 
 STEP = "training/global_step"  #: in a line of metrics.jsonl about a step
 RATE_BINS = 40  #: over the time of a run
@@ -68,19 +67,19 @@ def page_data(run_dir: Path, decode: Decode | None) -> PageData:
     """Collect the data of a page; without `decode`, no samples."""
     run = RunFigures(run_dir)
     summary, first_ns = summarize_figures(run), run.first_ns
-    responses = _read_responses(run_dir)
+    trained = run.trained
     return PageData(
         name=run_dir.resolve().name,
         run_dir=run_dir,
         summary=summary,
         steps=_read_metrics(run_dir),
         rates=_compute_rates(run, summary["seconds"]),
-        lengths=_compute_lengths(responses),
-        staleness=_compute_staleness(responses),
-        scores=_compute_scores(responses),
+        lengths=_compute_lengths(run),
+        staleness=_compute_staleness(trained),
+        scores=_compute_scores(trained),
         samples={} if decode is None else _select_samples(run_dir, decode),
         series=build_series(run.gauges, run.facts.rows("migrations")),
-        histogram=_compute_histograms(responses),
+        histogram=_compute_histograms(trained),
         config=_load_config(run_dir),
         machines=read_machines(run_dir),
         started=datetime.fromtimestamp(first_ns / 1e9, UTC) if first_ns else None,
@@ -98,13 +97,6 @@ def _read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines about steps."""
     lines = (line for _, line in read_json_lines(run_dir / METRICS_FILE))
     return [line for line in lines if isinstance(line, dict) and STEP in line]
-
-
-def _read_responses(run_dir: Path) -> list[Response]:
-    if not (run_dir / STORE_FILE).is_file():
-        return []
-    with books.open_tables(run_dir / STORE_FILE) as tables:
-        return list(tables.iter_responses())
 
 
 def _compute_rates(run: RunFigures, seconds: float) -> dict[str, Points]:
@@ -127,14 +119,13 @@ def _bin_rate(when: Any, counts: Any, seconds: float) -> Points:
     return middles.tolist(), (tokens / width).tolist()
 
 
-def _compute_lengths(responses: list[Response]) -> dict[str, Points]:
-    """Return the percentiles of all responses, and of those that were trained."""
+def _compute_lengths(run: RunFigures) -> dict[str, Points]:
+    """Return the percentiles of the trained responses, and of all."""
     found: dict[str, Points] = {}
-    parts = {"trained": [r for r in responses if r.trained], "generated": responses}
-    for what, part in parts.items():
+    for what, part in {"trained": run.trained, "generated": run.generated}.items():
         by_step: dict[int, list[int]] = defaultdict(list)
-        for response in part:
-            by_step[response.version_step].append(response.num_tokens)
+        for row in part:
+            by_step[row["version_step"]].append(row["tokens"])
         steps = sorted(by_step)
         for q in PERCENTILES:
             values = [float(np.percentile(by_step[step], q)) for step in steps]
@@ -142,36 +133,31 @@ def _compute_lengths(responses: list[Response]) -> dict[str, Points]:
     return found
 
 
-def _by_length(responses: list[Response], count: int) -> list[list[Response]]:
-    """Return the trained responses, shortest first, in parts of about equal size."""
-    return split_by_length([r for r in responses if r.trained], lambda r: r.num_tokens, count)
-
-
-def _compute_staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
+def _compute_staleness(trained: list[Row]) -> dict[str, dict[str, float]]:
     bins: dict[str, dict[str, float]] = {}
-    for part in _by_length(responses, LENGTH_BINS):
-        lengths = [r.num_tokens for r in part]
-        counts = Counter(r.end_step - r.version_step for r in part if r.end_step is not None)
+    for part in split_by_length(trained, _get_tokens, LENGTH_BINS):
+        counts = Counter(row["staleness"] for row in part)
         shares = {str(value): count / counts.total() for value, count in sorted(counts.items())}
-        bins[f"{min(lengths)} to {max(lengths)}"] = shares
+        bins[f"{_get_tokens(part[0])} to {_get_tokens(part[-1])}"] = shares
     return bins
 
 
-def _compute_histograms(responses: list[Response]) -> dict[str, Points]:
+def _get_tokens(row: Row) -> int:
+    return int(row["tokens"])
+
+
+def _compute_histograms(trained: list[Row]) -> dict[str, Points]:
     """Return length histograms of the first and the last third of the steps, in equal bins."""
-    trained = [
-        (r.end_step, r.num_tokens) for r in responses if r.trained and r.end_step is not None
-    ]
     if not trained:
         return {}
-    steps, lengths = np.array(trained).T
+    steps, lengths = np.array([(row["step"], row["tokens"]) for row in trained]).T
     width = max(1, -(-int(np.percentile(lengths, 99.5)) // HISTOGRAM_BINS))
     edges = np.arange(0, int(lengths.max()) + 2 * width, width)
     first, last = steps.min(), steps.max()
     third = (last - first) // 3
     parts = {
-        f"steps {first + 1} to {first + third + 1}": lengths[steps <= first + third],
-        f"steps {last - third + 1} to {last + 1}": lengths[steps >= last - third],
+        f"steps {first} to {first + third}": lengths[steps <= first + third],
+        f"steps {last - third} to {last}": lengths[steps >= last - third],
     }
     middles = ((edges[:-1] + edges[1:]) / 2).tolist()
     return {
@@ -180,13 +166,12 @@ def _compute_histograms(responses: list[Response]) -> dict[str, Points]:
     }
 
 
-def _compute_scores(responses: list[Response]) -> Points:
+def _compute_scores(trained: list[Row]) -> Points:
     """Return the mean score of each part, at its mean length."""
-    lengths, scores = [], []
-    for part in _by_length([r for r in responses if r.reward is not None], SCORE_BINS):
-        lengths.append(float(np.mean([r.num_tokens for r in part])))
-        scores.append(float(np.mean([r.reward for r in part])))
-    return lengths, scores
+    scored = [row for row in trained if row["reward"] is not None]
+    parts = split_by_length(scored, _get_tokens, SCORE_BINS)
+    lengths = [float(np.mean([row["tokens"] for row in part])) for part in parts]
+    return lengths, [float(np.mean([row["reward"] for row in part])) for part in parts]
 
 
 def _select_samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:
