@@ -12,8 +12,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from laminar.analysis.report.figures import read_gauges
+from laminar.analysis.report.replica_series import build_series
 from laminar.analysis.report.summary_lines import format_duration
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
@@ -21,7 +21,6 @@ from laminar.view.timeline_data import Tables
 
 ENDS = 5  #: steps that are averaged at either end
 RECENT = 10  #: steps from which pace and remaining time are estimated
-GAUGE_POINTS = 300
 
 Points = list[tuple[float, float]]
 
@@ -52,12 +51,13 @@ def list_curves(tables: Tables) -> list[Curve]:
 def list_health_curves(tables: Tables) -> list[Curve]:
     """Return the mismatch of engines and trainer, its memory, and the use of the caches."""
     memory = ("perf/max_memory_allocated_gb", "perf/max_resident_gb")
-    figures = _list_figures(tables)
+    figures, cache = _list_figures(tables), build_series(read_gauges(tables("gauges")), [])
+    points = list(zip(cache.kv_percent.x, cache.kv_percent.mean, strict=True))
     return [
         _read_metric(figures, "mismatch KL per token", "mismatch_kl/mean"),
         _read_metric(figures, "memory of the trainer, GB", *memory),
         _read_metric(figures, "gradient norm", "actor/grad_norm"),
-        Curve("KV cache in use, mean of replicas", _read_cache_use(tables), "seconds"),
+        Curve("KV cache in use, % of its tokens, mean of replicas", points, "seconds"),
     ]
 
 
@@ -136,18 +136,6 @@ def _read_metric(steps: list[tuple[int, dict[str, float]]], title: str, *names: 
     for step, figures in steps:
         points += [(step, figures[name]) for name in names if name in figures][:1]
     return Curve(title, points)
-
-
-def _read_cache_use(tables: Tables) -> Points:
-    """Return the mean share of the caches that is in use, in equal parts of the time."""
-    gauges = tables("gauges").to_pandas()
-    gauges = gauges[gauges["kv_capacity"] > 0]
-    if gauges.empty:
-        return []
-    edges = np.linspace(0, gauges["reported"].max(), GAUGE_POINTS)
-    places = np.searchsorted(edges, gauges["reported"])
-    shares = (gauges["kv_used"] / gauges["kv_capacity"]).groupby(edges[places]).mean()
-    return list(shares.items())
 
 
 def _list_completed(tables: Tables) -> list[tuple[int, float, int]]:

@@ -1,7 +1,7 @@
 """Figures of a run: its facts with the timelines of its processes, in the form of the report.
 
 Reads   the facts, timeline/ of a run directory
-Gives   RunFigures; Conditions; ReplicaGauges
+Gives   RunFigures; Conditions; ReplicaGauges, read_gauges
 Raises  ConfigError for a run directory that cannot be read
 """
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
@@ -73,7 +74,7 @@ class RunFigures:
             row["process"]: row["slots"] for row in self.processes if row["slots"] is not None
         }
         self.cut = timeline.cut_timelines(run_dir)  #: processes whose first spans were removed
-        self.gauges = self._read_gauges()
+        self.gauges = read_gauges(self.facts.table("gauges"))
 
     @property
     def closed(self) -> list[Row]:
@@ -117,15 +118,16 @@ class RunFigures:
         ready.sort(key=lambda row: row["ready_event"])
         return list(dict.fromkeys(row["process"] for row in ready))
 
-    def _read_gauges(self) -> dict[str, ReplicaGauges]:
-        table = self.facts.table("gauges")
-        table = table.filter(pc.equal(table["phase"], Phase.RUNNING))
-        found = {}
-        for name in sorted(table["replica"].unique().to_pylist()):
-            part = table.filter(pc.equal(table["replica"], name))
-            used, size = part["kv_used"].to_numpy(), part["kv_capacity"].to_numpy()
-            kv_use = np.full(len(part), np.nan)
-            np.divide(used, size, out=kv_use, where=size > 0)
-            columns = (part[column].to_numpy() for column in ("running", "waiting"))
-            found[name] = ReplicaGauges(part["reported"].to_numpy(), kv_use, *columns)
-        return found
+
+def read_gauges(table: pa.Table) -> dict[str, ReplicaGauges]:
+    """Return the gauges of each replica while the run was running, from the table of all."""
+    table = table.filter(pc.equal(table["phase"], Phase.RUNNING))
+    found = {}
+    for name in sorted(table["replica"].unique().to_pylist()):
+        part = table.filter(pc.equal(table["replica"], name))
+        used, size = part["kv_used"].to_numpy(), part["kv_capacity"].to_numpy()
+        kv_use = np.full(len(part), np.nan)
+        np.divide(used, size, out=kv_use, where=size > 0)
+        columns = (part[column].to_numpy() for column in ("running", "waiting"))
+        found[name] = ReplicaGauges(part["reported"].to_numpy(), kv_use, *columns)
+    return found
