@@ -143,7 +143,10 @@ class Run:
     def _build_metrics(self, *, by_origin: bool) -> pa.Table:
         import pyarrow as pa
 
-        rows = [row for text in self._metrics_lines() if isinstance(row := _parse_line(text), dict)]
+        from laminar.analysis.log.timeline import read_json_lines
+
+        lines = read_json_lines(self.directory / METRICS_FILE)
+        rows = [row for _, row in lines if isinstance(row, dict)]
         found = dict.fromkeys(name for row in rows for name in row if name not in WHOLE_NUMBERS)
         chosen = [name for name in found if name.startswith(BY_ORIGIN) == by_origin]
         whole, real = pa.int64(), pa.float64()
@@ -151,11 +154,6 @@ class Run:
         return pa.table(
             {name: pa.array([row.get(name) for row in rows], kind) for name, kind in kinds.items()}
         )
-
-    def _metrics_lines(self) -> list[str]:
-        from laminar.analysis.log.timeline import whole_lines
-
-        return [text for _, text in whole_lines(self.directory / METRICS_FILE)]
 
 
 def open_run(directory: str | Path) -> Run:
@@ -261,11 +259,3 @@ def _build_table(samples: Iterable[Sample]) -> pa.Table:
             for name in SAMPLE_COLUMNS
         }
     )
-
-
-def _parse_line(text: str) -> Any:
-    """Parse a line of JSON; return None for a truncated one."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

@@ -1,7 +1,7 @@
 """laminar view RUN [RUN ...]: show runs on a local page.
 
 Reads   run directories, running or ended
-Writes  RUN/facts, where facts are missing or of another version; standard output
+Writes  RUN/facts, where facts are missing or of another version; the terminal
 Gives   0 after Ctrl-C; raises ConfigError for a bad run, port or origin, or without the extra
 
 The page's libraries are imported when the runs are open, and by no other command.
@@ -13,10 +13,10 @@ import argparse
 import asyncio
 import re
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from laminar.cli.log import show_progress
 from laminar.config import ConfigError
 from laminar.names import exit_codes
 from laminar.run.directory import run_config
@@ -48,7 +48,7 @@ def run_view(arguments: argparse.Namespace) -> int:
     check_addresses(arguments.port, arguments.origin)
     for run in arguments.runs:
         run_config(run)
-    runs = open_runs(arguments.runs, _show_progress)
+    runs = open_runs(arguments.runs, show_progress)
     try:
         asyncio.run(_serve(runs, arguments))
     except KeyboardInterrupt:
@@ -73,12 +73,3 @@ async def _serve(runs: list[RunData], arguments: argparse.Namespace) -> None:
     if not arguments.no_browser:
         webbrowser.open(server.access.address)
     await server.serve()
-
-
-def _show_progress(run: Path) -> Callable[[int, float], None]:
-    """Return the receiver of the progress of one run's facts."""
-
-    def show(events: int, share: float) -> None:
-        print(f"building the facts of {run}: {events:,} events, {share:.0%}", flush=True)
-
-    return show

@@ -6,16 +6,13 @@ Gives   FigureTab; make_overview, make_health
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from typing import Any
 
 import panel as pn
-from bokeh.models import ColumnDataSource, HoverTool
-from bokeh.plotting import figure
 
+from laminar.analysis.report.charts import COLOURS, Chart, ChartLine, render_rows
 from laminar.view import overview_data
-from laminar.view.colours import VERSION_HUES
 from laminar.view.html import render_table
 from laminar.view.overview_data import Curve
 from laminar.view.run_data import RunData
@@ -37,41 +34,29 @@ class FigureTab:
     ) -> None:
         self._runs, self._list_curves, self._render_text = runs, list_curves, render_text
         self._revisions: list[int] = []
-        self._sources: list[list[ColumnDataSource]] = []
-        self._charts: list[Any] = []  #: made when they are first shown
         self._text = pn.pane.HTML("", sizing_mode="stretch_width")
-        self._grid = pn.GridBox(ncols=2, sizing_mode="stretch_width")
-        parts = [self._text, self._grid] if text_first else [self._grid, self._text]
+        self._charts = pn.pane.HTML("", sizing_mode="stretch_width")
+        parts = [self._text, self._charts] if text_first else [self._charts, self._text]
         self.view = pn.Column(*parts, sizing_mode="stretch_width")
 
     def refresh(self) -> None:
-        """Write everything again if a run has new events; leave out charts without values."""
+        """Write everything again if a run has new events."""
         revisions = [run.revision for run in self._runs]
-        if revisions == self._revisions:
-            return
-        self._revisions = revisions
-        self._text.object = self._render_text(self._runs)
-        for place, run in enumerate(self._runs):
-            curves = self._list_curves(run.table)
-            self._charts = self._charts or [self._make_chart(curve.title) for curve in curves]
-            for curve, sources in zip(curves, self._sources, strict=True):
-                x, y = zip(*curve.points, strict=True) if curve.points else ((), ())
-                sources[place].data = {"x": list(x), "y": list(y)}
-        shown = [any(len(s.data["x"]) for s in sources) for sources in self._sources]
-        self._grid[:] = [chart for chart, has in zip(self._charts, shown, strict=True) if has]
+        if revisions != self._revisions:
+            self._revisions = revisions
+            self._text.object = self._render_text(self._runs)
+            self._charts.object = "".join(render_rows(self._list_charts()))
 
-    def _make_chart(self, title: str) -> Any:
-        made = figure(title=title, height=240, sizing_mode="stretch_width", tools="")
-        made.toolbar_location = made.outline_line_color = None
-        made.xgrid.visible = False
-        made.title.text_font_style = "normal"
-        self._sources.append([ColumnDataSource({"x": [], "y": []}) for _ in self._runs])
-        for place, source in enumerate(self._sources[-1]):
-            colour = _find_colour(place)
-            made.line("x", "y", source=source, line_color=colour, line_width=2)
-            made.scatter("x", "y", source=source, color=colour, size=4)
-        made.add_tools(HoverTool(tooltips="@x{0,0.[0]}: @y{0,0.[0000]}", mode="vline"))
-        return pn.pane.Bokeh(made, sizing_mode="stretch_width")
+    def _list_charts(self) -> Iterator[Chart]:
+        """Yield the charts that have values."""
+        found = [self._list_curves(run.table) for run in self._runs]
+        for curves in zip(*found, strict=True):
+            lines = [
+                ChartLine(run.name, [x for x, _ in curve.points], [y for _, y in curve.points])
+                for run, curve in zip(self._runs, curves, strict=True)
+            ]
+            if any(line.x for line in lines):
+                yield Chart(curves[0].title, curves[0].x_label, "", lines)
 
 
 def make_overview(runs: Sequence[RunData]) -> FigureTab:
@@ -82,18 +67,13 @@ def make_health(run: RunData) -> FigureTab:
     return FigureTab([run], overview_data.list_health_curves, _render_health, text_first=False)
 
 
-def _find_colour(place: int) -> str:
-    """Return the colour of a run; neighbours differ much."""
-    return VERSION_HUES[place * 5 % len(VERSION_HUES)]
-
-
 def _render_runs(runs: Sequence[RunData]) -> str:
     """Return a sentence about each run, and its problems."""
     parts = []
     for place, run in enumerate(runs):
         text = overview_data.describe_run(run.table, run.state, run.timeline.seconds)
         name = (
-            f"<b style='color:{_find_colour(place)}'>{escape(run.name)}</b> "
+            f"<b style='color:{COLOURS[place % len(COLOURS)]}'>{escape(run.name)}</b> "
             if len(runs) > 1
             else ""
         )

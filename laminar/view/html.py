@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-STYLE = """
+from laminar.analysis.report import charts
+
+STYLE = (
+    """
 :host, body { color: #111827; font-family: system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 h1 { font-size: 19px; margin: 0; display: inline-block; } h3 { margin: 4px 0 6px; font-size: 15px; }
 .faint, .age { color: #6b7280; } .age { margin-left: 12px; font-size: 13px; }
@@ -33,7 +36,11 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f8fafc; paddi
   font-size: 13px; }
 .trouble { border-color: #dc2626; background: #fef2f2; }
 .good { border-color: #059669; background: #f0fdf4; }
+.row { display: flex; flex-wrap: wrap; gap: 10px 28px; margin-bottom: 18px; }
+.row > div { flex: 1 1 360px; min-width: 0; } svg { width: 100%; height: auto; display: block; }
 """
+    + charts.STYLE
+)
 
 
 def render_table(rows: Sequence[Mapping[str, Any]]) -> str:

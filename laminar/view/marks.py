@@ -31,9 +31,8 @@ def make_mark(tables: Tables, source: int) -> Mark:
     """Return the mark of a bar: all that its row of facts has."""
     name, place = split_source(source)
     row = tables(name).slice(place, 1).to_pylist()[0]
-    subject = row.get("trajectory") or (f"v{row['version']}" if name != "replica_states" else "")
-    if name == "trainer_waits":
-        subject = ""
+    has_story = name not in ("replica_states", "trainer_waits")
+    subject = row.get("trajectory") or (f"v{row['version']}" if has_story else "")
     title = row.get("trajectory") or row.get("state") or row.get("reason") or subject
     lines = [f"<h3>{escape(str(title))}</h3><table>"]
     for column, value in row.items():

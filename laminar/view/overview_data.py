@@ -12,15 +12,15 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from laminar.analysis.report.figures import read_gauges
+from laminar.analysis.report.replica_series import build_series
+from laminar.analysis.report.summary_lines import format_duration
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.view.timeline_data import Tables
 
 ENDS = 5  #: steps that are averaged at either end
 RECENT = 10  #: steps from which pace and remaining time are estimated
-GAUGE_POINTS = 300
 
 Points = list[tuple[float, float]]
 
@@ -30,6 +30,7 @@ class Curve(NamedTuple):
 
     title: str
     points: Points
+    x_label: str = "completed steps"
 
 
 def list_curves(tables: Tables) -> list[Curve]:
@@ -50,21 +51,21 @@ def list_curves(tables: Tables) -> list[Curve]:
 def list_health_curves(tables: Tables) -> list[Curve]:
     """Return the mismatch of engines and trainer, its memory, and the use of the caches."""
     memory = ("perf/max_memory_allocated_gb", "perf/max_resident_gb")
-    figures = _list_figures(tables)
+    figures, cache = _list_figures(tables), build_series(read_gauges(tables("gauges")), [])
+    points = list(zip(cache.kv_percent.x, cache.kv_percent.mean, strict=True))
     return [
         _read_metric(figures, "mismatch KL per token", "mismatch_kl/mean"),
         _read_metric(figures, "memory of the trainer, GB", *memory),
         _read_metric(figures, "gradient norm", "actor/grad_norm"),
-        Curve("KV cache in use, mean of replicas, over the seconds", _read_cache_use(tables)),
+        Curve("KV cache in use, % of its tokens, mean of replicas", points, "seconds"),
     ]
 
 
 def describe_run(tables: Tables, state: State, seconds: float) -> str:
     """Return how the run does in one sentence."""
     done, total = state.steps.completed, state.settings.total_steps
-    parts = [
-        f"{_describe_phase(state, done >= total)}: {done} of {total} steps in {_round(seconds)}"
-    ]
+    phase, took = _describe_phase(state, done >= total), format_duration(seconds)
+    parts = [f"{phase}: {done} of {total} steps in {took}"]
     for curve, ends in zip(list_curves(tables)[:2], (ENDS, 1), strict=True):
         if values := [value for _, value in curve.points]:
             first, last = fmean(values[:ends]), fmean(values[-ends:])
@@ -75,7 +76,7 @@ def describe_run(tables: Tables, state: State, seconds: float) -> str:
     if state.run.phase == Phase.RUNNING and len(times) > 2:
         recent = [time for _, time, _ in times[-RECENT - 1 :]]
         left = (total - done) * (recent[-1] - recent[0]) / (len(recent) - 1)
-        parts.append(f"about {_round(left)} left")
+        parts.append(f"about {format_duration(left)} left")
     return ", ".join(parts) + "."
 
 
@@ -137,18 +138,6 @@ def _read_metric(steps: list[tuple[int, dict[str, float]]], title: str, *names: 
     return Curve(title, points)
 
 
-def _read_cache_use(tables: Tables) -> Points:
-    """Return the mean share of the caches that is in use, in equal parts of the time."""
-    gauges = tables("gauges").to_pandas()
-    gauges = gauges[gauges["kv_capacity"] > 0]
-    if gauges.empty:
-        return []
-    edges = np.linspace(0, gauges["reported"].max(), GAUGE_POINTS)
-    places = np.searchsorted(edges, gauges["reported"])
-    shares = (gauges["kv_used"] / gauges["kv_capacity"]).groupby(edges[places]).mean()
-    return list(shares.items())
-
-
 def _list_completed(tables: Tables) -> list[tuple[int, float, int]]:
     """Return (step, time, tokens) of every completed step, in order."""
     rows = tables("steps").select(["step", "completed", "tokens"]).to_pylist()
@@ -160,10 +149,3 @@ def _compute_rates(tables: Tables) -> Points:
     """Return the response tokens of each step per second since the step before it."""
     pairs = pairwise(_list_completed(tables))
     return [(now[0], now[2] / max(now[1] - then[1], 1e-9)) for then, now in pairs]
-
-
-def _round(seconds: float) -> str:
-    minutes = seconds / 60
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -77,11 +77,6 @@ class RunData:
     def last_event(self) -> int:
         return self._facts.events
 
-    def find_event(self, seconds: float) -> int:
-        """Return the last event at or before a time."""
-        place = int(np.searchsorted(self._times, seconds, "right")) - 1
-        return int(self._numbers[max(place, 0)])
-
     def find_time(self, event: int) -> float:
         """Return the time of an event; of one before the facts begin, that of the first one."""
         place = int(np.searchsorted(self._numbers, event))

@@ -10,6 +10,7 @@ from laminar.analysis.report.samples import SampleFilter, find_samples
 from laminar.config import ConfigError
 from laminar.view import moment_data, overview_data
 from laminar.view.html import render_table
+from laminar.view.marks import make_mark
 from laminar.view.run_data import RunData
 from tools.kit.run_directory import make_run, world_log
 
@@ -48,6 +49,13 @@ def test_the_sentence_and_curves_of_a_run(run: RunData) -> None:
     assert [value for _, value in mismatch] == pytest.approx([0.0, 0.1, 0.2])
     processes = overview_data.list_processes(run.table, run.state)
     assert {"trainer-0", "store-0"} <= {row["process"] for row in processes}
+
+
+def test_every_bar_of_the_timeline_has_a_mark(run: RunData) -> None:
+    sources = [*run.timeline.bars.source.tolist(), *run.timeline.background.source.tolist()]
+    marks = [make_mark(run.table, source) for source in sources]
+    assert all(mark.event > 0 and "<table>" in mark.text for mark in marks)
+    assert {mark.subject[:1] for mark in marks} >= {"", "v", "0", "e"}
 
 
 def test_text_of_the_model_is_escaped(run: RunData) -> None:

@@ -60,18 +60,13 @@ Reports = dict[tuple[str, int], list[Row]]
 
 def write_trace(facts: Facts, path: Path) -> int:
     """Write the trace of a run; return the number of its events."""
-    trace, count = _draw_run(facts), 0
+    trace, count, separator = _draw_run(facts), 0, '{"displayTimeUnit":"ms","traceEvents":[\n'
     new = get_temp_path(path)
     try:
         with open(new, "w") as file:
-
-            def emit(event: Row) -> None:
-                nonlocal count
-                file.write(",\n" if count else '{"displayTimeUnit":"ms","traceEvents":[\n')
-                file.write(json.dumps(event, separators=(",", ":")))
-                count += 1
-
-            trace.write_events(emit, Time(facts.events, facts.seconds))
+            for event in trace.list_events(Time(facts.events, facts.seconds)):
+                file.write(separator + json.dumps(event, separators=(",", ":")))
+                count, separator = count + 1, ",\n"
             file.write("\n]}\n")
         rename(new, path, durable=False)
     except OSError as error:

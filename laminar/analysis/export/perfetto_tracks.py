@@ -1,7 +1,7 @@
 """Spans, arrows, flags and figures as a trace that Perfetto and Chrome read.
 
 Reads   nothing
-Gives   Trace: collects all of a run; write_events passes them to `emit`, in the order of the log
+Gives   Trace: collects all of a run; list_events yields them, in the order of the log
 
 A process of the trace is given by name; a thread is one lane of one kind of span, so that spans on
 a thread never overlap. Within one event, spans end before others begin, except those that an arrow
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -85,8 +85,8 @@ class Trace:
         """Add a flag, figures, or a span that was recorded whole, on the first lane of a kind."""
         self._parts.append((at.event, BEGIN, at.seconds, Span(process, kind, at, at, {}), fields))
 
-    def write_events(self, emit: Callable[[dict[str, Any]], None], last: Time) -> None:
-        """Emit everything; spans that last end with the last event."""
+    def list_events(self, last: Time) -> Iterator[dict[str, Any]]:
+        """Yield everything; spans that last end with the last event."""
         for span in self._spans:
             if span.end is None:
                 span.end, span.late, span.end_args = last, True, {"open_at_the_end": True}
@@ -99,7 +99,11 @@ class Trace:
             if fields["ph"] == "B" and not span.lane:
                 span.lane = heapq.heappop(lanes) if lanes else self._used[group] + 1
                 self._used[group] = max(self._used[group], span.lane)
-            emit({**fields, "ts": round(seconds * 1e6, 3), **self._place(span, emit)})
+            pid = self._pids.setdefault(span.process, len(self._pids) + 1)
+            tid = self._kinds.index(span.kind) * LANES_PER_KIND + max(span.lane, 1)
+            if (pid, tid) not in self._threads:
+                yield from self._name_thread(span, pid, tid)
+            yield {**fields, "ts": round(seconds * 1e6, 3), "pid": pid, "tid": tid}
             if fields["ph"] == "E" and "args" in fields:
                 heapq.heappush(lanes, span.lane)
 
@@ -107,22 +111,18 @@ class Trace:
         fields = {"ph": "B", "name": name, "cat": span.kind, "args": {"event": at.event} | args}
         self._parts.append((at.event, order, at.seconds, span, fields))
 
-    def _place(self, span: Span, emit: Callable[[dict[str, Any]], None]) -> dict[str, int]:
-        """Return pid and tid; name them on first use."""
-        process, lane = span.process, max(span.lane, 1)
-        pid = self._pids.setdefault(process, len(self._pids) + 1)
-        tid = self._kinds.index(span.kind) * LANES_PER_KIND + lane
-        place = {"pid": pid, "tid": tid}
-        if (pid, tid) not in self._threads:
-            label = f"{span.kind} {lane}" if lane > 1 else span.kind
-            names: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-                ("thread_name", place, {"name": label}),
-                ("thread_sort_index", place, {"sort_index": tid}),
-            ]
-            if (pid, 0) not in self._threads:
-                names += [("process_name", {"pid": pid}, {"name": process})]
-                names += [("process_sort_index", {"pid": pid}, {"sort_index": self._rank(process)})]
-            self._threads |= {(pid, tid), (pid, 0)}
-            for what, where, args in names:
-                emit({"ph": "M", "name": what, **where, "args": args})
-        return place
+    def _name_thread(self, span: Span, pid: int, tid: int) -> Iterator[dict[str, Any]]:
+        """Yield the name and the place of a thread, and of its process."""
+        place, label = {"pid": pid, "tid": tid}, span.kind
+        label += f" {span.lane}" if span.lane > 1 else ""
+        names: list[tuple[str, dict[str, int], str, Any]] = [
+            ("thread_name", place, "name", label),
+            ("thread_sort_index", place, "sort_index", tid),
+        ]
+        if (pid, 0) not in self._threads:
+            names += [("process_name", {"pid": pid}, "name", span.process)]
+            order = self._rank(span.process)
+            names += [("process_sort_index", {"pid": pid}, "sort_index", order)]
+        self._threads |= {(pid, tid), (pid, 0)}
+        for what, where, key, value in names:
+            yield {"ph": "M", "name": what, **where, "args": {key: value}}

@@ -10,41 +10,48 @@ have not ended. Memory therefore depends on the work that is open at one time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening, Row
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.process_facts import ProcessFacts
 from laminar.analysis.facts.repack_facts import RepackFacts
 from laminar.analysis.facts.replica_facts import ReplicaFacts
+from laminar.analysis.facts.tables import TABLES, Add, Row
 from laminar.analysis.facts.training_facts import TrainingFacts
 from laminar.analysis.facts.trajectory_history import HistoryTracker
 from laminar.analysis.facts.weight_facts import WeightFacts
-from laminar.analysis.facts.work_facts import MessageFacts, TrajectoryFacts
+from laminar.analysis.facts.work_facts import GroupFacts, MessageFacts, MoveReasons
 from laminar.analysis.log.event_clock import EventClock
 from laminar.core.state.state import State
 from laminar.events.base import Command, Stamped
 
 
 class FactCollector:
-    """Replay observer that passes rows to `add`."""
+    """Replay observer that passes the values of rows to `add`."""
 
     def __init__(self, add: Add) -> None:
+        def add_row(name: str, row: Any) -> None:
+            add(name, TABLES[name].list_values(row))
+
         self.clock = EventClock()
-        self._lives = HistoryTracker()
-        self._messages = MessageFacts(add)
+        self._lives = HistoryTracker(add_row)
+        self._moves = MoveReasons()
+        self._messages = MessageFacts(add_row)
         self._parts = (
-            TrajectoryFacts(add, self.clock, self._lives),
-            ReplicaFacts(add),
-            TrainingFacts(add, self.clock),
-            WeightFacts(add, self.clock),
-            RepackFacts(add, self.clock),
-            ProcessFacts(add, self.clock),
+            GroupFacts(add_row),
+            ReplicaFacts(add_row),
+            TrainingFacts(add_row),
+            WeightFacts(add_row),
+            RepackFacts(add_row),
+            ProcessFacts(add_row),
         )
 
     def __call__(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         now = self.clock.locate_event(stamped)
         changes = self._lives.record_event(now, stamped, commands, state)
-        at = Happening(self.clock, stamped, commands, state, changes)
+        at = Happening(now, stamped, commands, state, changes)
         self._messages.record(at)
+        self._moves.record(at)
         for part in self._parts:
             part.record(at)
 
@@ -54,5 +61,6 @@ class FactCollector:
 
     def list_open(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows that are not complete, with the name of their table."""
-        for part in self._parts:
-            yield from part.list_open()
+        for part in (self._lives, *self._parts):
+            for name, row in part.list_open():
+                yield name, TABLES[name].list_values(row)

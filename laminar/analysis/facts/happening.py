@@ -1,26 +1,20 @@
 """Events of a replay as the parts of the collector receive them: with commands and state.
 
 Reads   nothing
-Gives   Happening; Add, which receives rows; is_frequent, for events that change little
+Gives   Happening; describe_event, abbreviate_event
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 from laminar.analysis.facts.trajectory_history import Change
 from laminar.analysis.log.display import display_fields
-from laminar.analysis.log.event_clock import EventClock
+from laminar.analysis.log.event_clock import Moment
 from laminar.core.state.keys import TimerKind
 from laminar.core.state.state import State
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
-
-Row = tuple[Any, ...]
-Add = Callable[[str, Row], None]
-"""Receiver of a complete row of a table."""
 
 FREQUENT_EVENTS = (
     ev.TokenProgress,
@@ -58,15 +52,14 @@ class Happening:
 
     def __init__(
         self,
-        clock: EventClock,
+        now: Moment,
         stamped: Stamped,
         commands: list[Command],
         state: State,
         changes: list[Change],
     ) -> None:
-        self.clock, self.now, self.stamped, self.event = clock, clock.now, stamped, stamped.event
+        self.now, self.stamped, self.event = now, stamped, stamped.event
         self.commands, self.state, self.changes = commands, state, changes
-        self.seconds = clock.seconds_since_start(clock.now)
         self.is_frequent = isinstance(stamped.event, FREQUENT_EVENTS)
         self.is_steady = _is_steady(stamped.event)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening, Row
-from laminar.analysis.log.event_clock import EventClock, Moment
+from laminar.analysis.facts.happening import Happening
+from laminar.analysis.facts.tables import Add, ProcessRow
 from laminar.core.state.members import ActorState
 from laminar.core.state.process_failures import ProcessFailures
 from laminar.core.state.statuses import Phase
@@ -20,26 +21,17 @@ from laminar.names.roles import Role
 
 
 @dataclass(slots=True)
-class _Life:
+class _Life(ProcessRow):
     """Life of one process."""
 
-    name: str
-    role: str
-    node: str
-    pid: int | None
-    joined: Moment
     boot_id: str = ""
-    ready: Moment | None = None
-    ended: Moment | None = None
-    reason: str = ""
-    slots: int | None = None
 
 
 class ProcessFacts:
     """Table `processes`."""
 
-    def __init__(self, add: Add, clock: EventClock) -> None:
-        self._add, self._clock = add, clock
+    def __init__(self, add: Add) -> None:
+        self._add = add
         self._lives: dict[str, _Life] = {}  #: latest, by name
         self._losses = ProcessFailures()
         self._reasons: dict[str, str] = {}
@@ -58,16 +50,16 @@ class ProcessFacts:
             if self._reasons.get(name) != reason:
                 self._reasons[name] = reason
                 if name in self._lives:
-                    self._lives[name].reason = reason
+                    self._lives[name].reason = reason or None
 
-    def list_open(self) -> Iterator[tuple[str, Row]]:
+    def list_open(self) -> Iterator[tuple[str, Any]]:
         for life in self._lives.values():
-            yield "processes", self._life_row(life)
+            yield "processes", life
 
     def _begin_coordinator(self, at: Happening) -> None:
         if before := self._lives.get(COORDINATOR):
             before.ended, before.reason = at.now, "another one began"
-            self._add("processes", self._life_row(before))
+            self._add("processes", before)
         life = _Life(COORDINATOR, Role.COORDINATOR, "", None, at.now, ready=at.now)
         self._lives[COORDINATOR] = life
 
@@ -76,9 +68,9 @@ class ProcessFacts:
         if life is None or life.boot_id != actor.boot_id:
             if life is not None:
                 life.ended = life.ended or at.now
-                self._add("processes", self._life_row(life))
-            begun = (name, actor.role, actor.node, actor.pid, at.now, actor.boot_id)
-            life = self._lives[name] = _Life(*begun)
+                self._add("processes", life)
+            begun = (name, actor.role, actor.node, actor.pid, at.now)
+            life = self._lives[name] = _Life(*begun, boot_id=actor.boot_id)
         if actor.ready and life.ready is None:
             life.ready = at.now
             if replica := at.state.members.replicas.get(name):
@@ -86,12 +78,3 @@ class ProcessFacts:
                 life.slots = replica.capacity - at.state.settings.group_size
         if not actor.alive and life.ended is None:
             life.ended = at.now
-
-    def _life_row(self, life: _Life) -> Row:
-        return (
-            *(life.name, life.role, life.node, life.pid),
-            *self._clock.place(life.joined),
-            *self._clock.place(life.ready),
-            *self._clock.place(life.ended),
-            *(life.reason or None, life.slots),
-        )

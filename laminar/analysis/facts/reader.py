@@ -34,10 +34,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from laminar.analysis.facts.collector import FactCollector
-from laminar.analysis.facts.happening import Row
-from laminar.analysis.facts.tables import FACTS_VERSION, TABLES
+from laminar.analysis.facts.tables import FACTS_VERSION, TABLES, Row
 from laminar.analysis.facts.writer import CALLS, SCHEMAS, TableWriter, build_batch, get_table_path
-from laminar.analysis.log.run_log import GrowingReplay, KeepState, RunLog
+from laminar.analysis.log.run_log import GrowingReplay, log_ends_at, replay_from
 from laminar.config import ConfigError
 from laminar.core.rules import LOGIC_VERSION
 from laminar.core.state.state import State
@@ -140,7 +139,7 @@ class Facts:
                 f"{self.begins_at + 1} to {self.events}"
             )
         kept = self._find_state(event if observer is None else event - 1)
-        return RunLog(self.run_dir).replay_from(kept, event, observer)
+        return replay_from(self.run_dir, kept, event, observer)
 
     def _find_state(self, event: int) -> Snapshot | None:
         """Return the latest state kept that is not after the event."""
@@ -158,39 +157,37 @@ class Facts:
         return False
 
 
-class _Builder:
-    """Writer of a directory of facts."""
+class _Collection:
+    """Replay of a log that passes rows to `add`, and packed states to `keep`."""
 
-    def __init__(self, directory: Path, progress: Progress | None) -> None:
-        self.directory, self._progress = directory, progress
-        directory.mkdir(parents=True)
-        self.tables = TableWriter(directory)
-        self.collector = FactCollector(self.tables.add)
+    def __init__(
+        self,
+        run_dir: Path,
+        add: Callable[[str, Row], None],
+        keep: Callable[[int, bytes], None],
+        progress: Progress | None,
+    ) -> None:
+        self._keep, self._progress = keep, progress
+        self.collector = FactCollector(add)
+        self.replay = GrowingReplay(run_dir, self.collector, self.keep_state)
+        if self.replay.begins_at:  # the open work of the snapshot is known, not its beginning
+            self.collector.begin_with(self.replay.state)
 
     def keep_state(self, state: State, place: Takeover, share: float) -> None:
-        data = _pack_state(state, place)
-        (self.directory / f"{format_name(state.seq)}{STATE_SUFFIX}").write_bytes(data)
+        self._keep(state.seq, zstandard.compress(encode_snapshot(state, place)))
         if self._progress is not None:
             self._progress(state.seq, share)
 
-    def finish(self, begins_at: int, end: Takeover | None) -> FactsHeader:
-        for name, row in self.collector.list_open():
-            self.tables.add(name, row)
-        self.tables.close()
-        header = _build_header(self.collector, begins_at, end)
-        (self.directory / HEADER_FILE).write_bytes(msgspec.json.encode(header))
-        return header
-
-
-def _build_header(collector: FactCollector, begins_at: int, end: Takeover | None) -> FactsHeader:
-    clock = collector.clock
-    return FactsHeader(
-        begins_at=begins_at,
-        events=clock.now.seq,
-        first_ns=clock.first_ns,
-        last_ns=clock.now.unix_ns,
-        end=end,
-    )
+    def advance(self) -> FactsHeader:
+        """Handle all further records of the log."""
+        end, clock = self.replay.advance(), self.collector.clock
+        return FactsHeader(
+            begins_at=self.replay.begins_at,
+            events=clock.now.seq,
+            first_ns=clock.first_ns,
+            last_ns=clock.now.unix_ns,
+            end=end,
+        )
 
 
 def load_facts(run_dir: Path, progress: Progress | None = None) -> Facts:
@@ -203,16 +200,27 @@ def load_facts(run_dir: Path, progress: Progress | None = None) -> Facts:
         return LiveFacts(run_dir, progress)
 
 
-def _load_files(run_dir: Path, progress: Progress | None = None) -> Facts:
-    """Return facts from files; raise OSError if they have to be built and cannot be written."""
-    log = RunLog(run_dir)
+def follow_run(run_dir: Path, progress: Progress | None = None) -> Facts:
+    """Return the facts of a run, from files if they are of the whole log, else to be followed."""
+    return _find_files(run_dir) or LiveFacts(run_dir, progress)
+
+
+def _find_files(run_dir: Path) -> Facts | None:
+    """Return facts from files; None: there are none of the log as it is now."""
     for directory in _list_places(run_dir):
         header = _read_header(directory)
-        if header is not None and log.ends_at(header.end):
+        if header is not None and log_ends_at(run_dir, header.end):
             return Facts(run_dir, directory, header)
+    return None
+
+
+def _load_files(run_dir: Path, progress: Progress | None = None) -> Facts:
+    """Return facts from files; raise OSError if they have to be built and cannot be written."""
+    if found := _find_files(run_dir):
+        return found
     for directory in _list_places(run_dir):
         try:
-            return _build_facts(log, directory, progress)
+            return _build_facts(run_dir, directory, progress)
         except OSError as error:
             failed = error
     raise failed
@@ -238,34 +246,30 @@ def _read_header(directory: Path) -> FactsHeader | None:
     return header if usable and all(path.is_file() for path in files) else None
 
 
-def _build_facts(log: RunLog, directory: Path, progress: Progress | None) -> Facts:
+def _build_facts(run_dir: Path, directory: Path, progress: Progress | None) -> Facts:
     """Build all tables under a temporary name; rename them once they are complete."""
     new = directory.with_name(f".{directory.name}.{os.getpid()}")
     shutil.rmtree(new, ignore_errors=True)
+
+    def keep(seq: int, data: bytes) -> None:
+        (new / f"{format_name(seq)}{STATE_SUFFIX}").write_bytes(data)
+
     try:
-        builder = _Builder(new, progress)
-        replay = _start_replay(log, builder.collector, builder.keep_state)
-        end = replay.advance()
-        if end is not None:
-            builder.keep_state(replay.state, end, 1.0)
-        header = builder.finish(replay.begins_at, end)
+        new.mkdir(parents=True)
+        tables = TableWriter(new)
+        found = _Collection(run_dir, tables.add, keep, progress)
+        header = found.advance()
+        if header.end is not None:
+            found.keep_state(found.replay.state, header.end, 1.0)
+        for name, row in found.collector.list_open():
+            tables.add(name, row)
+        tables.close()
+        (new / HEADER_FILE).write_bytes(msgspec.json.encode(header))
         shutil.rmtree(directory, ignore_errors=True)
         rename(new, directory, durable=False)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    return Facts(log.run_dir, directory, header)
-
-
-def _start_replay(log: RunLog, collector: FactCollector, keep: KeepState) -> GrowingReplay:
-    """Start the replay of a collector, with the open work of the snapshot that it begins with."""
-    replay = log.start_replay(collector, keep)
-    if replay.begins_at:
-        collector.begin_with(replay.state)
-    return replay
-
-
-def _pack_state(state: State, place: Takeover) -> bytes:
-    return zstandard.compress(encode_snapshot(state, place))
+    return Facts(run_dir, directory, header)
 
 
 def _unpack_state(data: bytes, seq: int) -> Snapshot | None:
@@ -289,9 +293,8 @@ class LiveFacts(Facts):
         self._batches: dict[str, list[pa.RecordBatch]] = {name: [] for name in TABLES}
         self._states: dict[int, bytes] = {}
         self._numbers, self._times = array("q"), array("d")
-        self._collector = FactCollector(self._add)
-        log = RunLog(self.run_dir)
-        self._replay = _start_replay(log, self._collector, self._keep_state)
+        keep = self._states.__setitem__
+        self._found = _Collection(self.run_dir, self._add, keep, self._progress)
         self._advance()
 
     def list_times(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -318,11 +321,11 @@ class LiveFacts(Facts):
     @property
     def state(self) -> State:
         """State after the last event; it changes with the next `refresh`."""
-        return self._replay.state
+        return self._found.replay.state
 
     def refresh(self) -> bool:
         """Handle new records; return whether there were any."""
-        if not self._replay.has_grown():
+        if not self._found.replay.has_grown():
             return False
         before = self.events
         try:
@@ -332,10 +335,9 @@ class LiveFacts(Facts):
         return self.events != before
 
     def _advance(self) -> None:
-        end = self._replay.advance()
-        self.header = _build_header(self._collector, self._replay.begins_at, end)
+        self.header = self._found.advance()
         self._open: dict[str, list[Row]] = {}
-        for name, row in self._collector.list_open():
+        for name, row in self._found.collector.list_open():
             self._open.setdefault(name, []).append(row)
 
     def _add(self, name: str, row: Row) -> None:
@@ -345,22 +347,9 @@ class LiveFacts(Facts):
         elif name not in NOT_FOLLOWED:
             self._rows[name].append(row)
 
-    def _keep_state(self, state: State, place: Takeover, share: float) -> None:
-        self._states[state.seq] = _pack_state(state, place)
-        if self._progress is not None:
-            self._progress(state.seq, share)
-
     def _find_state(self, event: int) -> Snapshot | None:
         seq = max((seq for seq in self._states if seq <= event), default=0)
         return _unpack_state(self._states[seq], seq) if seq else None
-
-
-def follow_run(run_dir: Path, progress: Progress | None = None) -> Facts:
-    """Return the facts of a run, from files if they are of the whole log, else to be followed."""
-    header = _read_header(run_dir / FACTS_DIR)
-    if header is not None and RunLog(run_dir).ends_at(header.end):
-        return Facts(run_dir, run_dir / FACTS_DIR, header)
-    return LiveFacts(run_dir, progress)
 
 
 def _build_filter(wanted: dict[str, Any]) -> pc.Expression | None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening, Row
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.repack_reasons import NOT_STRAGGLING, list_decisions
+from laminar.analysis.facts.tables import Add, MigrationRow, RepackDecisionRow
 from laminar.analysis.facts.trajectory_history import Change, Stage
-from laminar.analysis.log.event_clock import EventClock, Moment
+from laminar.analysis.log.event_clock import Moment
 from laminar.core.state import keys
 from laminar.core.state.state import State
 from laminar.events import commands as cmd
@@ -27,29 +29,17 @@ from laminar.names.ids import TrajectoryId
 
 
 @dataclass(slots=True)
-class Migration:
+class Migration(MigrationRow):
     """Migration of everything that a replica runs to another replica."""
 
-    source: str
-    destination: str
-    version: int
-    ordered: Moment
-    given: int  #: trajectories to give away
-    moves: int = 0  #: trajectories that continued at the destination
-    placed: Moment | None = None  #: when nothing is left to place
-    expired: bool = False  #: the source did not answer in time
-    freed: Moment | None = None  #: all of it has started elsewhere or has ended
-    done: Moment | None = None  #: the last trajectory was finished, lost or ended
     awaited: set[TrajectoryId] = field(default_factory=set)  #: not finished yet
-    prefilled: int = 0  #: tokens prefilled again, prompts included
-    trajectories: list[TrajectoryId] = field(default_factory=list)
 
 
 class RepackFacts:
     """Tables `migrations`, `repack_decisions`."""
 
-    def __init__(self, add: Add, clock: EventClock) -> None:
-        self._add, self._clock = add, clock
+    def __init__(self, add: Add) -> None:
+        self._add = add
         self._pending: list[Migration] = []
         self._open: dict[str, Migration] = {}  #: by source, until it is freed
         self._moved: dict[TrajectoryId, Migration] = {}  #: until it is finished
@@ -66,12 +56,12 @@ class RepackFacts:
         for replica, reason, detail in list_decisions(at.stamped, at.commands, at.state):
             names = None if reason in NOT_STRAGGLING else list(replica.running)
             found = (replica.version, len(replica.running), reason, detail or None, names)
-            self._add("repack_decisions", (replica.name, at.seconds, at.now.seq, *found))
+            self._add("repack_decisions", RepackDecisionRow(replica.name, at.now, *found))
         self._add_complete()
 
-    def list_open(self) -> Iterator[tuple[str, Row]]:
+    def list_open(self) -> Iterator[tuple[str, Any]]:
         for hand_over in self._pending:
-            yield "migrations", self._migration_row(hand_over)
+            yield "migrations", hand_over
 
     def _record_order(self, command: cmd.ReleaseTrajectories, now: Moment, state: State) -> None:
         given = [item.trajectory_id for item in command.items]
@@ -81,8 +71,8 @@ class RepackFacts:
             state.members.replicas[command.to].version,
             now,
             given=len(given),
-            awaited=set(given),
             trajectories=list(given),
+            awaited=set(given),
         )
         self._pending.append(hand_over)
         self._open[command.to] = hand_over
@@ -104,20 +94,20 @@ class RepackFacts:
 
     def _record_change(self, change: Change, now: Moment, stamped: Stamped) -> None:
         what, life = change
-        hand_over = self._moved.get(life.trajectory_id)
+        hand_over = self._moved.get(life.trajectory)
         if hand_over is None:
             return
-        there = life.placement.replica == hand_over.destination
+        there = life.stay.replica == hand_over.destination
         if what == Stage.DISPATCHED and there:
-            hand_over.moves += 1
+            hand_over.moved += 1
         elif what == Stage.STARTED and there:
             event = stamped.event
             assert isinstance(event, ev.TrajectoryStarted)
-            hand_over.prefilled += event.prompt_tokens + event.tokens_resumed
+            hand_over.tokens_prefilled += event.prompt_tokens + event.tokens_resumed
         elif what in (Stage.FINISHED, Stage.ENDING, Stage.DISPATCHED) or (
             what == Stage.LOST and hand_over.placed
         ):
-            self._end_trajectory(life.trajectory_id, now)
+            self._end_trajectory(life.trajectory, now)
 
     def _end_trajectory(self, trajectory_id: TrajectoryId, now: Moment) -> None:
         hand_over = self._moved.pop(trajectory_id)
@@ -130,14 +120,4 @@ class RepackFacts:
         for hand_over in self._pending[:]:
             if not hand_over.awaited and self._open.get(hand_over.source) is not hand_over:
                 self._pending.remove(hand_over)
-                self._add("migrations", self._migration_row(hand_over))
-
-    def _migration_row(self, h: Migration) -> Row:
-        return (
-            *(h.source, h.destination, h.version),
-            *self._clock.place(h.ordered),
-            *self._clock.place(h.placed),
-            *self._clock.place(h.freed),
-            *self._clock.place(h.done),
-            *(h.given, h.moves, h.expired, h.prefilled, h.trajectories),
-        )
+                self._add("migrations", hand_over)

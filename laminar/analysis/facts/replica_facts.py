@@ -11,10 +11,13 @@ depend on their number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening, Row
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.idle_reasons import PULLING, describe_idle_reason, idle_reason
+from laminar.analysis.facts.tables import Add, ConditionRow, GaugeRow, ReplicaStateRow
+from laminar.analysis.log.event_clock import Moment
 from laminar.core.scheduling.admission import (
     NotAdmittedReason,
     count_free_slots,
@@ -35,18 +38,13 @@ Condition = tuple[str, str]
 """Process, or an empty string for the run, and the name of the condition."""
 
 
-class _Spell(NamedTuple):
+@dataclass(slots=True)
+class _Spell(ReplicaStateRow):
     """Time in one state."""
 
-    state: str
     #: version while busy; batches chosen so far, each of which changes the figures of the bound; or
     #: the event that ordered the load
-    mark: int
-    began: tuple[float | None, int | None]
-    version: int
-    detail: str
-    cause: str
-    idle_since: int | None
+    mark: int = 0
 
 
 class ReplicaFacts:
@@ -61,7 +59,7 @@ class ReplicaFacts:
         self._chosen = -1  #: batches
         self._phase = ""
         self._held: dict[str, frozenset[Condition]] = {}  #: conditions by owner
-        self._since: dict[Condition, tuple[float, int]] = {}
+        self._since: dict[Condition, Moment] = {}
 
     def record(self, at: Happening) -> None:
         if isinstance(at.event, ev.TokenProgress):
@@ -96,11 +94,11 @@ class ReplicaFacts:
                 found[name] = None
         return found
 
-    def list_open(self) -> Iterator[tuple[str, Row]]:
-        for name, spell in self._spells.items():
-            yield "replica_states", _spell_row(name, spell, (None, None))
+    def list_open(self) -> Iterator[tuple[str, Any]]:
+        for spell in self._spells.values():
+            yield "replica_states", spell
         for condition, since in self._since.items():
-            yield "conditions", (*condition, *since, None, None)
+            yield "conditions", ConditionRow(*condition, since)
 
     def _add_gauge(self, at: Happening, event: ev.TokenProgress) -> None:
         name, members = at.stamped.peer, at.state.members
@@ -109,8 +107,7 @@ class ReplicaFacts:
         if members.actors[name].incarnation != at.stamped.incarnation:
             return  # from an earlier process of this name
         use = (event.running, event.waiting, event.kv_used_tokens, event.kv_capacity_tokens)
-        row = (name, at.seconds, at.now.seq, at.state.run.phase, *use, event.tokens_total)
-        self._add("gauges", row)
+        self._add("gauges", GaugeRow(name, at.now, at.state.run.phase, *use, event.tokens_total))
 
     def _update_replica(self, at: Happening, name: str) -> None:
         state = at.state
@@ -136,16 +133,16 @@ class ReplicaFacts:
     def _begin_spell(
         self, at: Happening, name: str, replica: Replica | None, what: str, mark: int
     ) -> None:
-        last, began = self._spells.get(name), (at.seconds, at.now.seq)
+        last = self._spells.get(name)
         if last is not None:
-            self._add("replica_states", _spell_row(name, last, began))
-        idle_since, detail = None, ""
+            last.ended = at.now
+            self._add("replica_states", last)
+        spell = self._spells[name] = _Spell(name, what, at.now, cause=at.cause, mark=mark)
+        spell.version = replica.version if replica is not None else -1
         if what != BUSY:
-            before = last.idle_since if last is not None else None
-            idle_since = at.now.seq if before is None else before
-            detail = describe_idle_reason(at.state, replica, what)
-        version = replica.version if replica is not None else -1
-        self._spells[name] = _Spell(what, mark, began, version, detail, at.cause, idle_since)
+            before = last.idle_since_event if last is not None else None
+            spell.idle_since_event = at.now.seq if before is None else before
+            spell.detail = describe_idle_reason(at.state, replica, what) or None
 
     def _update_live(self, at: Happening) -> None:
         over = at.state.run.phase in (Phase.STOPPING, Phase.ENDED)
@@ -169,21 +166,16 @@ class ReplicaFacts:
             return
         self._held[owner] = conditions
         for condition in before - conditions:
-            place = (at.seconds, at.now.seq)
-            self._add("conditions", (*condition, *self._since.pop(condition), *place))
+            since = self._since.pop(condition)
+            self._add("conditions", ConditionRow(*condition, since, at.now))
         for condition in conditions - before:
-            self._since[condition] = at.seconds, at.now.seq
+            self._since[condition] = at.now
 
 
 def _named_by(at: Happening) -> Iterable[str]:
     """Return the replicas that an event, its commands or its changes concern."""
     names = {at.stamped.peer, *(command.to for command in at.commands)}
-    return names | {life.placement.replica for _, life in at.changes}
-
-
-def _spell_row(name: str, spell: _Spell, ended: tuple[float | None, int | None]) -> Row:
-    facts = (spell.version, spell.detail or None, spell.cause, spell.idle_since)
-    return (name, spell.state, *spell.began, *ended, *facts)
+    return names | {life.stay.replica for _, life in at.changes}
 
 
 def _of_replica(replica: Replica, reason: NotAdmittedReason | None) -> frozenset[Condition]:

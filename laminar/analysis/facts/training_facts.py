@@ -7,14 +7,21 @@ Gives   TrainingFacts, a part of the collector
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import fields
+from typing import Any, Literal
 
 import msgspec
 
-from laminar.analysis.facts.happening import Add, Happening, Row
+from laminar.analysis.facts.happening import Happening
+from laminar.analysis.facts.tables import (
+    Add,
+    EvaluationRow,
+    StepRow,
+    TrainerWaitRow,
+    VersionRow,
+    WarningRow,
+)
 from laminar.analysis.log.display import step_number
-from laminar.analysis.log.event_clock import EventClock, Moment
 from laminar.core.state import keys
 from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.indexes import live_actor
@@ -26,43 +33,19 @@ from laminar.events import events as ev
 from laminar.names.roles import Role
 
 TrainerWaitReason = Literal["start", "publish", "groups", "strategy", "staleness-bound"]
-EVALUATION_FIELDS = (
-    "step", "version", "final", "correct", "total", "missing",
-    "share", "share_se", "score", "score_se", "mean_length", "truncated_share",
-)  # fmt: skip
+EVALUATION_FIELDS = [column.name for column in fields(EvaluationRow)][2:]
 
 _encode = msgspec.json.Encoder().encode
-
-
-class _Wait(NamedTuple):
-    """Part of a wait of the trainer, for one reason."""
-
-    reason: TrainerWaitReason
-    began: Moment
-    detail: str
-    cause: str
-
-
-@dataclass(slots=True)
-class _Step:
-    """Ordered step."""
-
-    command: cmd.TrainStep  #: latest order
-    ordered: Moment  #: first order
-    groups: int
-    waited: float
-    completed: Moment | None = None
-    report: ev.StepCompleted | None = None
 
 
 class TrainingFacts:
     """Tables `steps`, `trainer_waits`, `versions`, `evaluations`, `warnings`."""
 
-    def __init__(self, add: Add, clock: EventClock) -> None:
-        self._add, self._clock = add, clock
-        self._steps: dict[int, _Step] = {}  #: without a report, by index
+    def __init__(self, add: Add) -> None:
+        self._add = add
+        self._steps: dict[int, StepRow] = {}  #: without a report, by index
         self._ordered = -1  #: highest index that was ordered
-        self._waits: list[_Wait] = []  #: since the trainer was last training
+        self._waits: list[TrainerWaitRow] = []  #: since the trainer was last training
         self._published: set[int] = set()
         self._results = 0
         self._warnings = 0
@@ -77,28 +60,28 @@ class TrainingFacts:
             self._record_results(at)
             self._follow_trainer(at)
 
-    def list_open(self) -> Iterator[tuple[str, Row]]:
+    def list_open(self) -> Iterator[tuple[str, Any]]:
         for step in self._steps.values():
-            yield "steps", self._step_row(step)
+            yield "steps", step
 
     def _record_version(self, at: Happening, event: ev.WeightsPublished) -> None:
         accepted = event.version == at.state.versions.newest
         if accepted and event.version not in self._published:
             self._published.add(event.version)
-            facts = (event.version, event.step, at.seconds, at.now.seq, event.digest)
-            self._add("versions", facts)
+            row = VersionRow(event.version, event.step, at.now, event.digest)
+            self._add("versions", row)
 
     def _record_results(self, at: Happening) -> None:
         for result in at.state.evaluations.results[self._results :]:
             self._results += 1
             facts = describe_evaluation(result)
             values = (facts[name] for name in EVALUATION_FIELDS)
-            self._add("evaluations", (result.index, at.seconds, at.now.seq, *values))
+            self._add("evaluations", EvaluationRow(result.index, at.now, *values))
         warnings = at.state.signals.warnings
         if len(warnings) != self._warnings:
             for kind, text in list(warnings.items())[self._warnings :]:
                 step = at.state.steps.completed
-                self._add("warnings", (kind, at.seconds, at.now.seq, step, text))
+                self._add("warnings", WarningRow(kind, at.now, step, text))
             self._warnings = len(warnings)
 
     def _follow_trainer(self, at: Happening) -> None:
@@ -109,49 +92,42 @@ class TrainingFacts:
         if not reason:
             self._waits = []
         elif not self._waits or self._waits[-1].reason != reason:
+            if self._waits:
+                self._waits[-1].ended = at.now
             detail = describe_trainer_wait(at.state, reason)
-            self._waits.append(_Wait(reason, at.now, detail, at.cause))
+            wait = TrainerWaitRow(reason=reason, began=at.now, detail=detail, cause=at.cause)
+            self._waits.append(wait)
 
     def _order_step(self, at: Happening, command: cmd.TrainStep) -> None:
         index = command.step_index
-        if before := self._steps.get(index):
-            before.command = command
-            return
-        batch = at.state.steps.batch
-        groups = len(batch.groups) if batch is not None else 0
-        waited = 0.0
+        step = self._steps.get(index)
+        if step is None:
+            step = self._steps[index] = self._begin_step(at, index)
+        step.version, step.trajectories = command.version, list(command.trajectories)
+
+    def _begin_step(self, at: Happening, index: int) -> StepRow:
+        """Return the row of a step that is not open; its first order ends the waits before it."""
+        batch, waited = at.state.steps.batch, 0.0
         if index > self._ordered:
             self._ordered = index
-            for number, wait in enumerate(self._waits):
-                following = self._waits[number + 1].began if self._waits[number + 1 :] else at.now
-                times = (*at.clock.place(wait.began), *at.clock.place(following))
-                row = (step_number(index), wait.reason, *times, wait.detail, wait.cause)
-                self._add("trainer_waits", row)
+            for wait in self._waits:
+                wait.step, wait.ended = step_number(index), wait.ended or at.now
+                self._add("trainer_waits", wait)
             if self._waits:
-                waited = at.seconds - (at.clock.place(self._waits[0].began)[0] or 0.0)
+                waited = at.now.seconds - self._waits[0].began.seconds
         self._waits = []
-        self._steps[index] = _Step(command, at.now, groups, waited)
+        groups = len(batch.groups) if batch is not None else 0
+        return StepRow(step_number(index), ordered=at.now, groups=groups, waited=waited)
 
     def _complete_step(self, at: Happening, event: ev.StepCompleted) -> None:
         step = self._steps.get(event.step_index)
-        if step is not None and event.step_index < at.state.steps.completed:
-            step.completed, step.report = at.now, event  # else the run failed without the batch
-            del self._steps[event.step_index]
-            self._add("steps", self._step_row(step))
-
-    def _step_row(self, step: _Step) -> Row:
-        command, report = step.command, step.report
-        done: Row = (None,) * 4
-        if report is not None:
-            left_out = _encode(report.left_out).decode() if report.left_out else None
-            done = (report.num_tokens, report.changed, report.reason or None, left_out)
-        return (
-            *(step_number(command.step_index), command.version),
-            *self._clock.place(step.ordered),
-            *self._clock.place(step.completed),
-            *(step.groups, list(command.trajectories), *done[:3], step.waited, done[3]),
-            _encode(report.metrics).decode() if report is not None else None,
-        )
+        if step is None or event.step_index >= at.state.steps.completed:
+            return  # the run failed without the batch
+        step.completed, step.tokens, step.changed = at.now, event.num_tokens, event.changed
+        step.reason = event.reason or None
+        step.left_out = _encode(event.left_out).decode() if event.left_out else None
+        step.metrics = _encode(event.metrics).decode()
+        self._add("steps", self._steps.pop(event.step_index))
 
 
 def find_trainer_wait_reason(state: State) -> TrainerWaitReason | None:

@@ -1,7 +1,7 @@
 """History of every trajectory, from first placement to end, with the event of each stage.
 
 Reads   the events and commands of a replay, and the state after each
-Gives   TrajectoryHistory and its Placements, HistoryTracker.record_event
+Gives   TrajectoryHistory and its Stays, HistoryTracker.record_event
 
 Only accepted events are entered: a late event of a lost replica is in the log, but not in a
 history. A history that has ended is returned with its last change and dropped here, so memory
@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import NamedTuple
+from typing import Any
 
+from laminar.analysis.facts.tables import Add, PlacementRow, TrajectoryRow, TurnRow, UpdateRow
+from laminar.analysis.log.display import step_number
 from laminar.analysis.log.event_clock import Moment
 from laminar.core.state import keys
 from laminar.core.state.scores import float_of
@@ -24,7 +26,8 @@ from laminar.core.state.transitions import IN_ENGINE
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import Command, Event, Stamped
-from laminar.names.ids import GroupId, TrajectoryId
+from laminar.events.reasons import EndKind, FinishReason
+from laminar.names.ids import TrajectoryId
 
 
 class Stage(StrEnum):
@@ -44,89 +47,71 @@ class Stage(StrEnum):
 
 
 @dataclass(slots=True)
-class Placement:
+class Stay(PlacementRow):
     """Stay of a trajectory on one replica, under one placement number."""
 
-    number: int
-    replica: str
-    version: int
-    step: int  #: step that made the version
-    attempt: int
-    dispatched: Moment
-    turn: int = 1  #: turn that it began with
-    started: Moment | None = None
-    tokens_resumed: int = 0
-    prompt_tokens: int | None = None
-    left: Moment | None = None
-    left_how: str = ""  #: finished, turn, lost, released or ended
-    moved_because: str = ""  #: why it followed a lost or released one
-    moved_from: str = ""  #: source of its weights, if the replica had to load them
-    recorded: bool = False  #: whether the facts have it
-    #: versions loaded in flight, with which it continued there
-    updates: list[tuple[Moment, int]] = field(default_factory=list)
+    latest: int = -1  #: version with which it continues there
 
 
 @dataclass(slots=True)
-class TrajectoryHistory:
-    """History of one trajectory; stages not yet reached are None or empty."""
+class TrajectoryHistory(TrajectoryRow):
+    """History of one trajectory; `finished` and `finish_reason` are of its last turn."""
 
-    trajectory_id: TrajectoryId
-    group: GroupId
-    sibling: int
-    purpose: str
-    row_index: int
-    placements: list[Placement] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
     requested: Moment | None = None  #: request of its last turn
-    finished: Moment | None = None  #: of its last turn
-    turns: int = 1  #: begun, or due
-    num_tokens: int = 0
-    finish_reason: str = ""  #: of its last turn, as reported by the engine
-    ended_by: str = ""  #: reason why its environment ended it
-    scorer: str = ""  #: replica asked to score it
-    scoring: Moment | None = None
-    rewarded: Moment | None = None
-    reward: float | None = None
-    correct: bool | None = None
-    reward_reason: str = ""
-    chosen: Moment | None = None
-    ending: Moment | None = None  #: when its end was decided
-    ended: Moment | None = None  #: when the store had written it
-    end: str = ""  #: trained | evaluated | dropped
-    end_reason: str = ""
-    end_step: int = -1
-    tokens_lost: int = 0  #: tokens of earlier attempts
 
     @property
-    def placement(self) -> Placement:
-        """Latest placement."""
-        return self.placements[-1]
+    def stay(self) -> Stay:
+        """Latest stay."""
+        return self.stays[-1]
+
+    def begin_stay(
+        self, number: int, replica: str, version: int, step: int, attempt: int, now: Moment
+    ) -> None:
+        """Add a stay, and take over the columns that are of the last one."""
+        where = (self.trajectory, number, self.purpose, replica, version, step, attempt)
+        self.stays.append(Stay(*where, self.turns, dispatched=now, latest=version))
+        self.placements, self.replica, self.attempts = number, replica, attempt
+        self.version, self.version_step = version, step
+        self.started = self.prompt_tokens = None
+
+    def note_truncation(self) -> None:
+        """Set the limit that truncated it, by what is known of its end."""
+        is_cut = self.finished is not None and self.finish_reason == FinishReason.LENGTH
+        self.truncated_by = self.ended_by or (FinishReason.LENGTH if is_cut else None)
 
 
-class Change(NamedTuple):
-    """Change that an event made to a history."""
-
-    what: Stage
-    life: TrajectoryHistory
+Change = tuple[Stage, TrajectoryHistory]
+"""Change that an event made to a history."""
 
 
 class HistoryTracker:
-    """Histories that have not ended."""
+    """Histories that have not ended; tables `trajectories`, `placements`, `updates`, `turns`."""
 
-    def __init__(self) -> None:
+    def __init__(self, add: Add) -> None:
+        self._add = add
+        self._now = Moment(0, 0, 0.0)  #: present event
+        self._changes: list[Change] = []  #: by the present event
         self.open: dict[TrajectoryId, TrajectoryHistory] = {}
         self._lost_how = "lost"  #: how the present event takes work from replicas
 
     def begin_with(self, state: State) -> None:
         """Begin with the open trajectories of a state; when they were placed is not known."""
-        since = Moment(state.seq, 0)
+        since = Moment(state.seq, 0, 0.0)
         for t in state.work.trajectories.values():
             group = state.work.groups[t.group]
-            life = TrajectoryHistory(t.id, t.group, t.sibling, group.purpose, group.row_index)
-            at = (t.placement, t.replica, t.version, t.step, t.attempt, since)
-            life.placements.append(Placement(*at))
+            row = (t.id, t.group, t.sibling, group.purpose, group.row_index)
+            life = TrajectoryHistory(*row, dispatched=since)
+            life.begin_stay(t.placement, t.replica, t.version, t.step, t.attempt, since)
             if t.status not in IN_ENGINE:
-                life.placement.left = since
+                life.stay.left_at = since
             self.open[t.id] = life
+
+    def list_open(self) -> Iterator[tuple[str, Any]]:
+        for life in self.open.values():
+            yield "trajectories", life
+            if life.stay.left_at is None:
+                yield "placements", life.stay
 
     def record_event(
         self, now: Moment, stamped: Stamped, commands: list[Command], state: State
@@ -136,30 +121,30 @@ class HistoryTracker:
         if isinstance(event, ev.TokenProgress):
             return []  # a gauge: it changes no history
         self._lost_how = "released" if was_given_away(stamped) else "lost"
-        changes = [
-            *self._apply_event(now, event, state),
-            *self._record_updates(now, stamped, commands, state),
-            *self._record_losses(now, state),
-        ]
+        self._now, self._changes = now, []
+        self._apply_event(event, state)
+        self._record_updates(stamped, commands, state)
+        self._record_losses(state)
         for command in commands:
-            changes += self._apply_command(now, command)
-        return changes
+            self._apply_command(command)
+        return self._changes
 
-    def _apply_event(self, now: Moment, event: Event, state: State) -> Iterator[Change]:
+    def _note_change(self, what: Stage, life: TrajectoryHistory) -> None:
+        self._changes.append((what, life))
+
+    def _apply_event(self, event: Event, state: State) -> None:
         if isinstance(event, ev.TrajectoryStarted):
-            yield from self._record_start(now, event, state)
+            self._record_start(event, state)
         elif isinstance(event, ev.TrajectoryFinished):
-            yield from self._record_finish(now, event, state)
+            self._record_finish(event, state)
         elif isinstance(event, ev.TurnRequested):
-            yield from self._record_turn(now, event, state)
+            self._record_turn(event, state)
         elif isinstance(event, ev.TrajectoryRewarded):
-            yield from self._record_reward(now, event, state)
+            self._record_reward(event, state)
         elif isinstance(event, ev.TrajectoriesEnded):
-            yield from self._record_ends(now, event, state)
+            self._record_ends(event, state)
 
-    def _record_updates(
-        self, now: Moment, stamped: Stamped, commands: list[Command], state: State
-    ) -> Iterator[Change]:
+    def _record_updates(self, stamped: Stamped, commands: list[Command], state: State) -> None:
         """Record the running trajectories that continue with weights loaded in flight."""
         if not isinstance(stamped.event, ev.WeightsLoaded) or not state.settings.in_flight:
             return
@@ -169,47 +154,51 @@ class HistoryTracker:
             trajectory = state.work.trajectories[name]
             if name in placed or trajectory.status not in IN_ENGINE:
                 continue
-            placement = self.open[name].placement
-            last = placement.updates[-1][1] if placement.updates else placement.version
-            if last < trajectory.version:
-                placement.updates.append((now, trajectory.version))
-                yield Change(Stage.UPDATED, self.open[name])
+            stay = self.open[name].stay
+            if stay.latest < trajectory.version:
+                stay.latest = trajectory.version
+                place = (name, stay.placement, stay.replica)
+                self._add("updates", UpdateRow(*place, stay.latest, self._now))
+                self._note_change(Stage.UPDATED, self.open[name])
 
-    def _record_start(
-        self, now: Moment, event: ev.TrajectoryStarted, state: State
-    ) -> Iterator[Change]:
+    def _record_start(self, event: ev.TrajectoryStarted, state: State) -> None:
         life = self._find_accepted(event, state, TrajectoryStatus.RUNNING)
-        if life is not None and life.placement.started is None:
-            life.placement.started, life.placement.tokens_resumed = now, event.tokens_resumed
-            life.placement.prompt_tokens = event.prompt_tokens or None
-            yield Change(Stage.STARTED, life)
+        if life is not None and life.stay.started is None:
+            life.stay.tokens_resumed = event.tokens_resumed
+            life.started = life.stay.started = self._now
+            life.prompt_tokens = life.stay.prompt_tokens = event.prompt_tokens or None
+            self._note_change(Stage.STARTED, life)
 
-    def _record_finish(
-        self, now: Moment, event: ev.TrajectoryFinished, state: State
-    ) -> Iterator[Change]:
+    def _record_finish(self, event: ev.TrajectoryFinished, state: State) -> None:
         has_sessions = state.settings.has_environment
         status = TrajectoryStatus.WAITING if has_sessions else TrajectoryStatus.GENERATED
         life = self._find_accepted(event, state, status)
         if life is not None and life.finished is None:
-            life.finished, life.finish_reason = now, event.finish_reason
-            life.num_tokens = event.num_tokens
-            yield from _leave_placement(life, now, Stage.FINISHED, "finished")
+            life.finished, life.finish_reason = self._now, event.finish_reason or None
+            life.tokens = event.num_tokens
+            life.note_truncation()
+            self._leave_placement(life, Stage.FINISHED, "finished")
+            stay = life.stay
+            begun = (life.trajectory, life.turns, stay.replica, stay.version, life.requested)
+            times = (stay.dispatched, stay.started, self._now)
+            self._add("turns", TurnRow(*begun, *times, life.tokens, event.finish_reason))
 
-    def _record_turn(self, now: Moment, event: ev.TurnRequested, state: State) -> Iterator[Change]:
+    def _record_turn(self, event: ev.TurnRequested, state: State) -> None:
         """Record that a turn follows; only a change of replica counts as a move."""
         life = self.open.get(event.trajectory_id)
         trajectory = state.work.trajectories.get(event.trajectory_id)
-        if life is None or trajectory is None or life.placement.number != event.placement:
+        if life is None or trajectory is None or life.placements != event.placement:
             return
         waits = trajectory.status == TrajectoryStatus.WAITING
         if waits and trajectory.placement == event.placement:
             return
-        life.requested = now
+        life.requested = self._now
         if life.finished is not None:
             life.finished, life.turns = None, life.turns + 1
-            yield Change(Stage.TURN, life)
-        elif life.placement.left is None:  # its session has started
-            yield from _leave_placement(life, now, Stage.TURN, "turn")
+            life.note_truncation()
+            self._note_change(Stage.TURN, life)
+        elif life.stay.left_at is None:  # its session has started
+            self._leave_placement(life, Stage.TURN, "turn")
 
     def _find_accepted(
         self, event: ev.TrajectoryStarted | ev.TrajectoryFinished, state: State, status: str
@@ -221,81 +210,80 @@ class HistoryTracker:
             return None
         return self.open[event.trajectory_id]
 
-    def _record_reward(
-        self, now: Moment, event: ev.TrajectoryRewarded, state: State
-    ) -> Iterator[Change]:
+    def _record_reward(self, event: ev.TrajectoryRewarded, state: State) -> None:
         life = self.open.get(event.trajectory_id)
         trajectory = state.work.trajectories.get(event.trajectory_id)
         if life is None or trajectory is None or life.rewarded is not None:
             return
         if trajectory.reward_bits == event.reward_bits:  # still -1 if the sender is fenced
-            life.rewarded, life.reward = now, float_of(event.reward_bits)
+            life.rewarded, life.reward = self._now, float_of(event.reward_bits)
             life.correct = event.correct
-            life.reward_reason, life.ended_by = event.reason, event.ended_by
-            yield Change(Stage.REWARDED, life)
+            life.reward_reason, life.ended_by = event.reason or None, event.ended_by or None
+            life.note_truncation()
+            self._note_change(Stage.REWARDED, life)
 
-    def _record_ends(
-        self, now: Moment, event: ev.TrajectoriesEnded, state: State
-    ) -> Iterator[Change]:
+    def _record_ends(self, event: ev.TrajectoriesEnded, state: State) -> None:
         for row in event.ended:
             if row.trajectory_id not in state.work.trajectories and row.trajectory_id in self.open:
                 life = self.open.pop(row.trajectory_id)
-                life.ended, life.num_tokens = now, row.num_tokens
+                life.ended, life.tokens = self._now, row.num_tokens
                 life.tokens_lost = row.tokens_lost
-                yield Change(Stage.ENDED, life)
+                self._add("trajectories", life)
+                self._note_change(Stage.ENDED, life)
 
-    def _record_losses(self, now: Moment, state: State) -> Iterator[Change]:
+    def _record_losses(self, state: State) -> None:
         for name in state.work.lost:
             life = self.open[name]
-            if life.placement.left is None:
-                yield from _leave_placement(life, now, Stage.LOST, self._lost_how)
+            if life.stay.left_at is None:
+                self._leave_placement(life, Stage.LOST, self._lost_how)
 
-    def _apply_command(self, now: Moment, command: Command) -> Iterator[Change]:
+    def _apply_command(self, command: Command) -> None:
         if isinstance(command, cmd.OpeningCommand):
-            yield from self._record_dispatch(now, command)
+            self._record_dispatch(command)
         elif isinstance(command, cmd.ScoreTrajectories):
             for item in command.items:
                 life = self.open[item.trajectory_id]
-                life.scorer, life.scoring = command.to, now
-                yield Change(Stage.SCORING, life)
+                life.scorer, life.scoring = command.to or None, self._now
+                self._note_change(Stage.SCORING, life)
         elif isinstance(command, cmd.TrainStep):
             for name in command.trajectories:
                 life = self.open[name]
-                life.chosen = now
-                yield Change(Stage.CHOSEN, life)
+                life.chosen = self._now
+                self._note_change(Stage.CHOSEN, life)
         elif isinstance(command, cmd.EndTrajectories):
             for ending in command.endings:
-                yield from self._record_ending(now, ending)
+                self._record_ending(ending)
 
-    def _record_dispatch(self, now: Moment, command: cmd.OpeningCommand) -> Iterator[Change]:
+    def _record_dispatch(self, command: cmd.OpeningCommand) -> None:
         life = self.open.get(command.trajectory_id)
         if life is None:
-            name, group, row_index = command.trajectory_id, command.group, command.row_index
-            life = TrajectoryHistory(name, group, command.sibling, command.purpose, row_index)
-            self.open[name] = life
-        elif life.placement.left is None:  # lost and placed again by the same event
-            yield from _leave_placement(life, now, Stage.LOST, self._lost_how)
-        life.placements.append(
-            Placement(
-                command.placement,
-                command.to,
-                command.version,
-                command.version_step,
-                command.attempt,
-                dispatched=now,
-                turn=life.turns,
-            )
-        )
-        yield Change(Stage.DISPATCHED, life)
+            row = (command.group, command.sibling, command.purpose, command.row_index)
+            life = TrajectoryHistory(command.trajectory_id, *row, dispatched=self._now)
+            self.open[command.trajectory_id] = life
+        elif life.stay.left_at is None:  # lost and placed again by the same event
+            self._leave_placement(life, Stage.LOST, self._lost_how)
+        weights = (command.version, command.version_step)
+        life.begin_stay(command.placement, command.to, *weights, command.attempt, self._now)
+        self._note_change(Stage.DISPATCHED, life)
 
-    def _record_ending(self, now: Moment, ending: cmd.TrajectoryEnding) -> Iterator[Change]:
+    def _record_ending(self, ending: cmd.TrajectoryEnding) -> None:
         life = self.open[ending.trajectory_id]
-        life.ending, life.end, life.end_reason = now, ending.end, ending.reason
-        life.end_step = ending.step
-        if life.placement.left is None:
-            yield from _leave_placement(life, now, Stage.ENDING, "ended")
+        life.ending, life.outcome = self._now, ending.end
+        life.outcome_reason = ending.reason or None
+        if ending.end == EndKind.TRAINED:
+            oldest = next(s.version_step for s in life.stays if s.attempt == life.attempts)
+            life.step, life.staleness = step_number(ending.step), ending.step - oldest
+        elif ending.step >= 0:
+            life.step = ending.step
+        if life.stay.left_at is None:
+            self._leave_placement(life, Stage.ENDING, "ended")
         else:
-            yield Change(Stage.ENDING, life)
+            self._note_change(Stage.ENDING, life)
+
+    def _leave_placement(self, life: TrajectoryHistory, what: Stage, how: str) -> None:
+        life.stay.left_at, life.stay.left_how = self._now, how
+        self._add("placements", life.stay)
+        self._note_change(what, life)
 
 
 def was_given_away(stamped: Stamped) -> bool:
@@ -304,10 +292,3 @@ def was_given_away(stamped: Stamped) -> bool:
     if isinstance(event, ev.TimerFired):
         return event.timer.startswith(keys.deadline_timer(keys.release_key("")))
     return isinstance(event, ev.TrajectoriesReleased)
-
-
-def _leave_placement(
-    life: TrajectoryHistory, now: Moment, what: Stage, how: str
-) -> Iterator[Change]:
-    life.placement.left, life.placement.left_how = now, how
-    yield Change(what, life)

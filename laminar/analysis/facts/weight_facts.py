@@ -7,38 +7,25 @@ Gives   WeightFacts, a part of the collector
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
-from laminar.analysis.facts.happening import Add, Happening, Row
+from laminar.analysis.facts.happening import Happening
 from laminar.analysis.facts.idle_reasons import source_of
-from laminar.analysis.log.event_clock import EventClock, Moment
+from laminar.analysis.facts.tables import Add, HoldingRow, LoadRow
+from laminar.analysis.log.event_clock import Moment
 from laminar.core.state import keys
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import get_tag
 
 
-@dataclass(slots=True)
-class _Load:
-    """Order to load weights."""
-
-    command: cmd.PullWeights
-    ordered: Moment
-    source_detail: str
-    ended: Moment | None = None
-    outcome: str = ""
-    loaded: int | None = None
-    seconds: float | None = None
-    probe_kl: float | None = None
-
-
 class WeightFacts:
     """Tables `holdings`, `loads`."""
 
-    def __init__(self, add: Add, clock: EventClock) -> None:
-        self._add, self._clock = add, clock
+    def __init__(self, add: Add) -> None:
+        self._add = add
         self._held: dict[str, dict[int, Moment]] = {}  #: versions by relay, with their arrival
-        self._loads: dict[str, _Load] = {}  #: by replica
+        self._loads: dict[str, LoadRow] = {}  #: by replica
 
     def record(self, at: Happening) -> None:
         if not at.is_frequent:
@@ -47,12 +34,12 @@ class WeightFacts:
             self._record_held(at, [at.stamped.peer] if at.is_steady else [*gone, *relays])
         self._record_loads(at)
 
-    def list_open(self) -> Iterator[tuple[str, Row]]:
+    def list_open(self) -> Iterator[tuple[str, Any]]:
         for relay, held in self._held.items():
             for version, since in held.items():
-                yield "holdings", (relay, version, *self._clock.place(since), None, None)
+                yield "holdings", HoldingRow(relay, version, since)
         for load in self._loads.values():
-            yield "loads", self._load_row(load)
+            yield "loads", load
 
     def _record_held(self, at: Happening, names: Iterable[str]) -> None:
         """Record what these relays have received and evicted."""
@@ -61,8 +48,7 @@ class WeightFacts:
             held = self._held.setdefault(name, {})
             now = relays[name].held if name in relays else []
             for version in [v for v in held if v not in now]:
-                times = (*self._clock.place(held.pop(version)), at.seconds, at.now.seq)
-                self._add("holdings", (name, version, *times))
+                self._add("holdings", HoldingRow(name, version, held.pop(version), at.now))
             for version in now:
                 held.setdefault(version, at.now)
             if name not in relays:
@@ -79,23 +65,20 @@ class WeightFacts:
                 self._end_load(at, name, load)
         for command in at.commands:
             if isinstance(command, cmd.PullWeights):
-                source = source_of(at.state, command)
-                self._loads[command.to] = _Load(command, at.now, source)
+                self._loads[command.to] = LoadRow(
+                    replica=command.to,
+                    version=command.version,
+                    exact=command.exact,
+                    purpose=command.purpose,
+                    source=command.holder or command.checkpoint,
+                    source_detail=source_of(at.state, command) or None,
+                    ordered=at.now,
+                )
 
-    def _end_load(self, at: Happening, name: str, load: _Load) -> None:
+    def _end_load(self, at: Happening, name: str, load: LoadRow) -> None:
         load.ended, load.outcome = at.now, get_tag(at.event)
         if isinstance(at.event, ev.WeightsLoaded) and at.stamped.peer == name:
             event = at.event
             load.loaded, load.seconds, load.probe_kl = event.version, event.seconds, event.probe_kl
-        self._add("loads", self._load_row(load))
+        self._add("loads", load)
         del self._loads[name]
-
-    def _load_row(self, load: _Load) -> Row:
-        order = load.command
-        return (
-            *(order.to, order.version, order.exact, order.purpose),
-            *(order.holder or order.checkpoint, load.source_detail or None),
-            *self._clock.place(load.ordered),
-            *self._clock.place(load.ended),
-            *(load.outcome or None, load.loaded, load.seconds, load.probe_kl),
-        )

@@ -12,8 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from laminar.analysis.facts.happening import Row
-from laminar.analysis.facts.tables import TABLES
+from laminar.analysis.facts.tables import TABLES, Row
 
 ROW_GROUP = 50_000  #: rows held before they are written: some 20 MB of events
 KINDS = {

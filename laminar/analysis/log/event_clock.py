@@ -1,7 +1,7 @@
 """Clocks of the log: unix time of its events, and seconds since the first.
 
 Reads   events, in the order of the log
-Gives   WallClock; EventClock, with Moments
+Gives   WallClock; EventClock, with Moments; format_moment
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class Moment(NamedTuple):
 
     seq: int
     unix_ns: int
+    seconds: float  #: since the first event
 
 
 class EventClock:
     """Clock of a replay; call `locate_event` for every event, in the order of the log."""
 
     def __init__(self) -> None:
-        self.now = Moment(0, 0)
+        self.now = Moment(0, 0, 0.0)
         self.first_ns = 0  #: time of the first event
         self._clock = WallClock()
 
@@ -55,17 +56,10 @@ class EventClock:
         unix_ns = self._clock.unix_ns(stamped)
         if not self.now.seq:
             self.first_ns = unix_ns
-        self.now = Moment(stamped.seq, unix_ns)
+        self.now = Moment(stamped.seq, unix_ns, (unix_ns - self.first_ns) / 1e9)
         return self.now
 
-    def seconds_since_start(self, moment: Moment) -> float:
-        """Return the seconds since the first event."""
-        return max(moment.unix_ns - self.first_ns, 0) / 1e9
 
-    def place(self, moment: Moment | None) -> tuple[float | None, int | None]:
-        """Return the two columns of a time in a table of facts."""
-        return (None, None) if moment is None else (self.seconds_since_start(moment), moment.seq)
-
-    def format_time(self, moment: Moment) -> str:
-        """Format a moment for display: `45.210 s (#8123)`."""
-        return f"{self.seconds_since_start(moment):.3f} s (#{moment.seq})"
+def format_moment(seconds: float, event: int) -> str:
+    """Format a moment for display: `45.210 s (#8123)`."""
+    return f"{seconds:.3f} s (#{event})"

@@ -9,14 +9,12 @@ Lines truncated by a crash or a full disk are skipped.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from laminar.analysis.log.timeline import left_out
-from laminar.config import ConfigError
+from laminar.analysis.log.timeline import left_out, read_json_lines
 from laminar.run.directory import LOGS_DIR, list_parts
 
 MACHINE = "machine"  #: name of the line in which a node describes its machine
@@ -62,17 +60,8 @@ def _list_log_files(run_dir: Path, process: str = "*") -> list[Path]:
 
 
 def _read_lines(path: Path) -> Iterator[LogLine]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            yield from _parse_lines(lines)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
-def _parse_lines(lines: Iterable[str]) -> Iterator[LogLine]:
-    for line in lines:
+    for _, found in read_json_lines(path, errors="replace"):
         try:
-            found = json.loads(line)
             time = datetime.fromisoformat(found["timestamp"])
             yield LogLine(
                 int(time.timestamp() * 1e6) * 1_000,

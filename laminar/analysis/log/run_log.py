@@ -59,16 +59,20 @@ class ReadOnlyDisk:
         return os.stat(self._directory / name).st_size
 
     def create_file(self, name: str) -> AppendFile:
-        raise DiskError(f"{self._directory / name} cannot be created: the log is open for reading")
+        raise self._refusal(name, "created")
 
     def sync(self, name: str) -> None:
-        raise DiskError(f"{self._directory / name} cannot be synced: the log is open for reading")
+        raise self._refusal(name, "synced")
 
     def replace_file(self, old: str, new: str) -> None:
-        raise DiskError(f"{self._directory / old} cannot be renamed: the log is open for reading")
+        raise self._refusal(old, "renamed")
 
     def remove(self, name: str) -> None:
-        raise DiskError(f"{self._directory / name} cannot be removed: the log is open for reading")
+        raise self._refusal(name, "removed")
+
+    def _refusal(self, name: str, what: str) -> DiskError:
+        path = self._directory / name
+        return DiskError(f"{path} cannot be {what}: the log is open for reading")
 
 
 def read_records(run_dir: Path, *, recent: bool = False) -> Iterator[Record]:
@@ -122,19 +126,18 @@ def log_size(run_dir: Path) -> tuple[int, LogTail]:
 
 
 def replay_log(
-    run_dir: Path, *observers: Observer, until: int | None = None, must_be_identical: bool = True
+    run_dir: Path,
+    observer: Observer | None = None,
+    *,
+    until: int | None = None,
+    must_be_identical: bool = True,
 ) -> Replay:
-    """Replay the whole log and pass every event to every observer.
+    """Replay the whole log and pass every event to the observer.
 
     Raise ConfigError for a log without events or without its beginning and, with
     `must_be_identical`, for a replay that differs: figures drawn from a state that the run never
     had would be wrong.
     """
-
-    def observe(event: Stamped, commands: list[Command], state: State) -> None:
-        for observer in observers:
-            observer(event, commands, state)
-
     with _open_log(run_dir) as disk:
         if find_beginning(disk):
             raise ConfigError(
@@ -143,7 +146,7 @@ def replay_log(
                 f"copy, or see what is left with `{shell_command('log', 'replay', run_dir)}` and "
                 f"`{shell_command('log', 'dump', run_dir)}`"
             )
-        found = replay_records(disk, until=until, observer=observe)
+        found = replay_records(disk, until=until, observer=observer)
     if must_be_identical or found.difference is None:
         _require_identical(run_dir, found)
     return found
@@ -194,53 +197,29 @@ def _open_log(run_dir: Path) -> Iterator[ReadOnlyDisk]:
         yield disk
     except LogRefused as error:
         raise ConfigError(f"{events}: {error}") from error
+    except NotInHistory as error:
+        raise ConfigError(f"{run_dir}: the log was taken over meanwhile: {error}") from error
     except OSError as error:
         raise ConfigError(f"{events} cannot be read: {error}") from error
 
 
-class RunLog:
-    """Event log of a run, for replays that are continued or repeated in part."""
+def log_ends_at(run_dir: Path, end: Takeover | None) -> bool:
+    """Return whether the log has this place and nothing after it."""
+    with _open_log(run_dir) as disk:
+        try:
+            return end is not None and scan_log(disk, end).end == end
+        except NotInHistory:
+            return False
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
 
-    def ends_at(self, end: Takeover | None) -> bool:
-        """Return whether the log has this place and nothing after it."""
-        with _open_log(self.run_dir) as disk:
-            try:
-                return end is not None and scan_log(disk, end).end == end
-            except NotInHistory:
-                return False
-
-    def measure(self) -> int:
-        """Return the bytes of all segments."""
-        with _open_log(self.run_dir) as disk:
-            return sum(measure_segments(disk).values())
-
-    def start_replay(self, observer: Observer, keep: KeepState) -> GrowingReplay:
-        """Start a replay of the whole log, or from its oldest snapshot if its beginning is gone."""
-        with _open_log(self.run_dir) as disk:
-            snapshot = None
-            if find_beginning(disk):
-                usable, why_not = read_snapshots(disk)
-                if not usable:
-                    raise _no_snapshot_error(self.run_dir, why_not, None)
-                snapshot = usable[-1]
-        return GrowingReplay(self, observer, keep, snapshot)
-
-    def replay_from(
-        self, snapshot: Snapshot | None, until: int, observer: Observer | None = None
-    ) -> State:
-        """Return the state after event `until`, by a replay from a state before it."""
-        with _open_log(self.run_dir) as disk:
-            try:
-                found = replay_records(disk, until=until, snapshot=snapshot, observer=observer)
-            except NotInHistory as error:
-                raise ConfigError(
-                    f"{self.run_dir}: the log has changed meanwhile: {error}"
-                ) from error
-        _require_identical(self.run_dir, found)
-        return found.machine.state
+def replay_from(
+    run_dir: Path, snapshot: Snapshot | None, until: int, observer: Observer | None = None
+) -> State:
+    """Return the state after event `until`, by a replay from a state before it."""
+    with _open_log(run_dir) as disk:
+        found = replay_records(disk, until=until, snapshot=snapshot, observer=observer)
+    _require_identical(run_dir, found)
+    return found.machine.state
 
 
 KeepState = Callable[[State, Takeover, float], None]
@@ -248,17 +227,21 @@ KeepState = Callable[[State, Takeover, float], None]
 
 
 class GrowingReplay:
-    """Replay of a log that can be continued when the log has grown."""
+    """Replay of a log that can be continued when the log has grown.
 
-    def __init__(
-        self, log: RunLog, observer: Observer, keep: KeepState, snapshot: Snapshot | None
-    ) -> None:
-        self._log, self._keep = log, keep
-        self._disk = ReadOnlyDisk(log.run_dir / EVENTS_DIR)
+    It begins with the oldest snapshot where the beginning of the log is gone."""
+
+    def __init__(self, run_dir: Path, observer: Observer, keep: KeepState) -> None:
+        self._run_dir, self._keep, self._size, snapshot = run_dir, keep, 0, None
+        with _open_log(run_dir) as self._disk:
+            if find_beginning(self._disk):
+                usable, why_not = read_snapshots(self._disk)
+                if not usable:
+                    raise _no_snapshot_error(run_dir, why_not, None)
+                snapshot = usable[-1]
         self._replay = LogReplay(
             self._disk, observer=observer, snapshot=snapshot, keep=self._keep_state
         )
-        self._size = 0
         self.begins_at = snapshot.seq if snapshot is not None else 0
 
     @property
@@ -271,20 +254,16 @@ class GrowingReplay:
 
         Raise ConfigError for a log without events, one that does not replay, and one whose history
         no longer has the place where the replay stopped."""
-        with _open_log(self._log.run_dir):
-            self._size = self._log.measure()
-            try:
-                found = self._replay.advance()
-            except NotInHistory as error:
-                raise ConfigError(
-                    f"{self._log.run_dir}: the log was taken over: {error}"
-                ) from error
-        _require_identical(self._log.run_dir, found)
+        with _open_log(self._run_dir):
+            self._size = sum(measure_segments(self._disk).values())
+            found = self._replay.advance()
+        _require_identical(self._run_dir, found)
         return found.tail.end if found.tail is not None else None
 
     def has_grown(self) -> bool:
         """Return whether the log has more bytes than at the last `advance`."""
-        return self._log.measure() != self._size
+        with _open_log(self._run_dir):
+            return sum(measure_segments(self._disk).values()) != self._size
 
     def _keep_state(self, state: State, place: Takeover) -> None:
         sizes = measure_segments(self._disk)

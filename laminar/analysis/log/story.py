@@ -26,7 +26,7 @@ from laminar.analysis.log.event_clock import EventClock
 from laminar.analysis.log.process_logs import LogLine, log_lines
 from laminar.analysis.log.run_log import parse_command, parse_event, read_records
 from laminar.config import ConfigError
-from laminar.eventlog.record import DecisionRecord, EventRecord, Record, SegmentHeader
+from laminar.eventlog.record import DecisionRecord, EventRecord, SegmentHeader
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Command, Event, Stamped
@@ -127,18 +127,22 @@ def _format_records(
     for record in read_records(run_dir, recent=recent):
         if isinstance(record, EventRecord):
             event = parse_event(record)
-            process, seconds = event.peer, moments.seconds_since_start(moments.locate_event(event))
-            text = _event_line(event, seconds, None if loads.match_event(event) else subject)
+            process, seconds = event.peer, moments.locate_event(event).seconds
+            is_about = loads.match_event(event) or subject == Subject("actor", process)
+            text = describe_message(event.event, None if is_about else subject)
+            head = f"{event.seq:>8} {seconds:>10.3f}  {process:<11}"
         elif isinstance(record, DecisionRecord):
             command = parse_command(record)
-            process, seconds = command.to, moments.seconds_since_start(moments.now)
-            text = _decision_line(
-                record.cause, command, seconds, None if loads.match_command(command) else subject
-            )
+            process, seconds = command.to, moments.now.seconds
+            is_about = loads.match_command(command) or subject == Subject("actor", process)
+            text = describe_message(command, None if is_about else subject)
+            head = f"{record.cause:>8} {seconds:>10.3f}    -> {process:<11}"
         else:
-            process, text = "", "" if subject else _other_line(record)
+            process, tag = "", "header" if isinstance(record, SegmentHeader) else "state-hash"
+            text = "" if subject else _format_fields(msgspec.structs.asdict(record), None)
+            head = f"{'':>8} {'':>10}  {tag:<11}"
         if text:
-            yield _StoryLine(moments.now.unix_ns, moments.now.seq, process, text)
+            yield _StoryLine(moments.now.unix_ns, moments.now.seq, process, f"{head} {text}")
 
 
 class _Loads:
@@ -173,24 +177,6 @@ class _Loads:
         if ends:
             self._loading = False
         return ends
-
-
-def _event_line(stamped: Stamped, seconds: float, subject: Subject | None) -> str:
-    """Return the line of an event; empty when the event does not name the subject."""
-    sender = subject is not None and subject.kind == "actor" and subject.name == stamped.peer
-    text = describe_message(stamped.event, None if sender else subject)
-    return f"{stamped.seq:>8} {seconds:>10.3f}  {stamped.peer:<11} {text}" if text else ""
-
-
-def _decision_line(cause: int, command: Command, seconds: float, subject: Subject | None) -> str:
-    receiver = subject is not None and subject.kind == "actor" and subject.name == command.to
-    text = describe_message(command, None if receiver else subject)
-    return f"{cause:>8} {seconds:>10.3f}    -> {command.to:<11} {text}" if text else ""
-
-
-def _other_line(record: Record) -> str:
-    tag = "header" if isinstance(record, SegmentHeader) else "state-hash"
-    return f"{'':>8} {'':>10}  {tag:<11} {_format_fields(msgspec.structs.asdict(record), None)}"
 
 
 # --- lines of the processes' own logs -----------------------------------------------------------

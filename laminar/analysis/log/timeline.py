@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +51,7 @@ def read_spans(run_dir: Path, process: str) -> list[TimelineSpan]:
     newest = run_dir / TIMELINE_DIR / f"{process}.jsonl"
     spans = []
     for path in list_parts(newest):
-        found = ((number, _parse_fields(line)) for number, line in whole_lines(path))
-        spans += [
-            _parse_span(path, number, fields) for number, fields in found if fields is not None
-        ]
+        spans += [_parse_span(path, number, fields) for number, fields in read_json_lines(path)]
     return spans
 
 
@@ -69,10 +67,19 @@ def cut_timelines(run_dir: Path) -> list[str]:
     return [path.name.removesuffix(".jsonl") for path in files if left_out(path)]
 
 
-def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text) of every complete line; nothing if the file is missing."""
+def read_json_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, Any]]:
+    """Yield (number from 1, value) of every valid line; part of an object is never valid JSON."""
+    for number, text in whole_lines(path, errors):
+        with suppress(ValueError):
+            yield number, json.loads(text)
+
+
+def whole_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """Yield (number from 1, text) of every complete line; nothing if the file is missing.
+
+    `errors`: how to treat what is not UTF-8."""
     try:
-        with open(path, encoding="utf-8", newline="\n") as lines:
+        with open(path, encoding="utf-8", errors=errors, newline="\n") as lines:
             for number, line in enumerate(lines, 1):
                 if line.endswith("\n"):
                     yield number, line[:-1]
@@ -99,21 +106,18 @@ def read_steps(run_dir: Path, process: str) -> Steps:
     return steps[np.argsort(steps[:, 0], kind="stable")]
 
 
+def merge_rows(steps: Iterable[Steps]) -> Steps:
+    """Return the steps of several engines, one after another."""
+    return np.concatenate([EMPTY_STEPS, *steps])
+
+
 def merge_steps(steps: Iterable[Steps]) -> Intervals:
     """Return the time in which any of these engines was stepping."""
-    return merge_intervals(np.concatenate([EMPTY_STEPS, *steps])[:, :2], gap_ns=JOIN_NS)
+    return merge_intervals(merge_rows(steps)[:, :2], gap_ns=JOIN_NS)
 
 
 def select_state(spans: Iterable[TimelineSpan], state: str) -> Intervals:
     return merge_intervals((span.start_ns, span.end_ns) for span in spans if span.state == state)
-
-
-def _parse_fields(line: str) -> Any:
-    """Parse a line; None for a truncated one, since part of an object is never valid JSON."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def _parse_span(path: Path, number: int, fields: Any) -> TimelineSpan:

@@ -1,7 +1,8 @@
 """Charts as inline SVG: lines with error bars or bands, bars of figures, bars of shares.
 
 Reads   numbers, the width of a chart on its page
-Gives   self-contained SVG text: no script, no font, no link
+Gives   self-contained SVG text: no script, no font, no link; render_rows, the charts of a part of a
+        page: three in a row, and no row that is half empty
 
 A chart has a title, its axes have a unit, and every point shows its values on mouse hover
 (`<title>`). More points than can be distinguished are drawn as the means of neighbours. Lines with
@@ -11,7 +12,7 @@ the same points are merged into one that has the names of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
@@ -22,6 +23,7 @@ COLOURS = (
 """Colours of lines; each has a contrast of at least 3 to white."""
 POINTS_MAX = 400
 
+PAGE_WIDTH, GAP, IN_A_ROW = 1320, 28, 3
 WIDTH, HEIGHT = 421, 260  #: of a chart in a row of three
 LEFT, RIGHT, TOP, BOTTOM = 58, 18, 40, 42
 LEGEND_HEIGHT = 17  #: of each row after the first, for which there is room
@@ -32,6 +34,26 @@ STYLE = (
     ".grid{stroke:#e6e8eb}.axis{stroke:#59636e}"
 )
 """Style of the parts of a chart, on a page or in a file."""
+
+Drawn = Callable[[float], str]
+"""Chart that is drawn for a given width, so that letters have one size in every row."""
+
+
+def render_rows(charts: Iterable[Drawn]) -> Iterator[str]:
+    """Yield rows of charts; a short last row takes a chart from the row before or is stretched."""
+    left = list(charts)
+    for count in _count_columns(len(left)):
+        width = (PAGE_WIDTH - GAP * (count - 1)) / count
+        parts = "".join(f"<div>{chart(width)}</div>" for chart in left[:count])
+        yield f'<div class="row">{parts}</div>'
+        left = left[count:]
+
+
+def _count_columns(number: int) -> list[int]:
+    full, rest = divmod(number, IN_A_ROW)
+    if rest == 1 and full:
+        return [IN_A_ROW] * (full - 1) + [2, 2]
+    return [IN_A_ROW] * full + ([rest] if rest else [])
 
 
 @dataclass(frozen=True)
@@ -51,7 +73,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines to draw, with the units of both axes."""
+    """Lines to draw, with the units of both axes; a call draws them for a width."""
 
     title: str
     x_label: str
@@ -59,16 +81,9 @@ class Chart:
     lines: Sequence[ChartLine]
     y_range: tuple[float, float] | None = None  #: None: the range of the values
     x_range: tuple[float, float] | None = None
-    note: str = ""
 
-
-@dataclass(frozen=True)
-class Bar:
-    """Measured figure; `error`: half the length of its interval, 0 if unknown."""
-
-    name: str
-    value: float
-    error: float
+    def __call__(self, width: float) -> str:
+        return draw_chart(self, width)
 
 
 @dataclass
@@ -146,14 +161,9 @@ def _thin_line(line: ChartLine) -> ChartLine:
         return line
     parts = [slice(i, i + per) for i in range(0, len(line.x), per)]
     ys = [[v for v in line.y[part] if v is not None] for part in parts]
-    return ChartLine(
-        line.name,
-        [_mean(line.x[part]) for part in parts],
-        [_mean(values) if values else None for values in ys],
-        dashed=line.dashed,
-        colour=line.colour,
-        stairs=line.stairs,
-    )
+    xs = [_mean(line.x[part]) for part in parts]
+    means = [_mean(values) if values else None for values in ys]
+    return replace(line, x=xs, y=means, error=(), marks=False, band=())
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -335,46 +345,31 @@ def _draw_legend(rows: Sequence[Sequence[tuple[str, ChartLine]]], width: float) 
             )
 
 
-# --- bars of figures, from 0 --------------------------------------------------------------------
+# --- bars, from 0 -------------------------------------------------------------------------------
 
 
-def draw_bars(title: str, bars: Sequence[Bar], unit: str, width: float = WIDTH) -> str:
-    """Draw a bar for each figure, with its interval."""
-    below = BARS_TOP + len(bars) * BAR_HEIGHT
-    body: list[str] = []
-    if bars:
-        x = _Scale(0.0, max(b.value + b.error for b in bars) * 1.02 or 1.0, BAR_LEFT, width - RIGHT)
-        for index, bar in enumerate(bars):
-            body += _measured_bar(
-                bar, x, BARS_TOP + index * BAR_HEIGHT, COLOURS[index % len(COLOURS)]
-            )
-        body += [
-            _draw_text(x(at), below + 12, format_number(at))
-            for at in choose_ticks(0.0, x.high, 5)
-            if at <= x.high
-        ]
-        body.append(_draw_text((BAR_LEFT + width - RIGHT) / 2, below + 30, unit, kind="label"))
-    else:
-        body.append(_draw_text(width / 2, below + 12, "no figures yet", kind="faint"))
+@dataclass(frozen=True)
+class Bar:
+    """Row of parts with tooltip, length and colour; `error`: half the interval of a figure."""
+
+    name: str
+    parts: Sequence[tuple[str, float, str]]
+    error: float = 0.0
+
+
+def draw_figures(
+    title: str, figures: Sequence[tuple[str, float, float]], unit: str, width: float = WIDTH
+) -> str:
+    """Draw a bar for each (name, figure, half of its interval or 0)."""
+    bars = []
+    for index, (name, value, error) in enumerate(figures):
+        sure = f" ± {format_number(error)}" if error else ""
+        tip = f"{name}: {format_number(value)}{sure}"
+        bars.append(Bar(name, [(tip, value, COLOURS[index % len(COLOURS)])], error))
+    high = max((value + error for _, value, error in figures), default=0.0) * 1.02 or 1.0
+    ticks = [(at, format_number(at)) for at in choose_ticks(0.0, high, 5) if at <= high]
+    body, below = _draw_bars(bars, high, ticks, unit, width)
     return _build_svg(title, width, below + 44, body)
-
-
-def _measured_bar(bar: Bar, x: _Scale, y: float, colour: str) -> Iterator[str]:
-    yield _draw_text(BAR_LEFT - 8, y + 14, bar.name, anchor="end")
-    tip = escape(
-        f"{bar.name}: {format_number(bar.value)}"
-        + (f" ± {format_number(bar.error)}" if bar.error else "")
-    )
-    size = f'width="{x(bar.value) - BAR_LEFT:.1f}" height="{BAR_HEIGHT - 7}"'
-    yield f'<rect x="{BAR_LEFT}" y="{y}" {size} fill="{colour}"><title>{tip}</title></rect>'
-    if bar.error:
-        low, high = x(bar.value - bar.error), x(bar.value + bar.error)
-        middle = y + (BAR_HEIGHT - 7) / 2
-        ends = "".join(f"M{end:.1f} {middle - 5:.1f}v10" for end in (low, high))
-        yield f'<path d="M{low:.1f} {middle:.1f}H{high:.1f}{ends}" stroke="#1c1c1c" fill="none"/>'
-
-
-# --- bars of shares -----------------------------------------------------------------------------
 
 
 def draw_shares(
@@ -385,39 +380,51 @@ def draw_shares(
     width: float = WIDTH,
 ) -> str:
     """Draw a bar for each name, divided into its shares; the legend lists the shares that occur."""
-    body: list[str] = []
-    room = width - RIGHT - BAR_LEFT
-    for index, (name, shares) in enumerate(bars.items()):
-        y = BARS_TOP + index * BAR_HEIGHT
-        body.append(_draw_text(BAR_LEFT - 8, y + 14, name, anchor="end"))
-        body += _draw_bar(name, shares, colours, y, room)
-    below = BARS_TOP + len(bars) * BAR_HEIGHT
-    if bars:
-        body += [
-            _draw_text(BAR_LEFT + share * room, below + 12, f"{share:.0%}")
-            for share in (0, 0.25, 0.5, 0.75, 1)
-        ]
-        body.append(_draw_text(BAR_LEFT + room / 2, below + 30, unit, kind="label"))
-    else:
-        body.append(_draw_text(width / 2, below + 12, "no figures yet", kind="faint"))
-    entries = list(_share_legend(bars, colours, below + 52, width))
-    rows = 1 + max((row for row, _ in entries), default=0)
-    return _build_svg(
-        title, width, below + 44 + 18 * rows, [*body, *(entry for _, entry in entries)]
-    )
-
-
-def _draw_bar(
-    name: str, shares: Mapping[str, float], colours: Mapping[str, str], y: float, room: float
-) -> Iterator[str]:
-    at = float(BAR_LEFT)
-    for part, share in shares.items():
-        tip = escape(f"{name}: {part.replace('_', ' ')} {share:.1%}")
-        size = f'width="{max(share, 0) * room:.1f}" height="{BAR_HEIGHT - 7}"'
-        yield (
-            f'<rect x="{at:.1f}" y="{y}" {size} fill="{colours[part]}"><title>{tip}</title></rect>'
+    rows = [
+        Bar(
+            name,
+            [
+                (f"{name}: {part.replace('_', ' ')} {share:.1%}", share, colours[part])
+                for part, share in shares.items()
+            ],
         )
-        at += share * room
+        for name, shares in bars.items()
+    ]
+    ticks = [(share, f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
+    body, below = _draw_bars(rows, 1.0, ticks, unit, width)
+    entries = list(_share_legend(bars, colours, below + 52, width))
+    lines = 1 + max((line for line, _ in entries), default=0)
+    body += [entry for _, entry in entries]
+    return _build_svg(title, width, below + 44 + 18 * lines, body)
+
+
+def _draw_bars(
+    bars: Sequence[Bar], high: float, ticks: Sequence[tuple[float, str]], unit: str, width: float
+) -> tuple[list[str], float]:
+    """Return bars on a scale up to `high` with its ticks, and where they end below."""
+    x = _Scale(0.0, high, BAR_LEFT, width - RIGHT)
+    body: list[str] = []
+    for index, bar in enumerate(bars):
+        y = BARS_TOP + index * BAR_HEIGHT
+        body.append(_draw_text(BAR_LEFT - 8, y + 14, bar.name, anchor="end"))
+        at = 0.0
+        for tip, value, colour in bar.parts:
+            size = f'width="{x(max(value, 0)) - BAR_LEFT:.1f}" height="{BAR_HEIGHT - 7}"'
+            place = f'x="{x(at):.1f}" y="{y}" {size} fill="{colour}"'
+            body.append(f"<rect {place}><title>{escape(tip)}</title></rect>")
+            at += value
+        if bar.error:
+            low, end = x(at - bar.error), x(at + bar.error)
+            middle = y + (BAR_HEIGHT - 7) / 2
+            ends = "".join(f"M{place:.1f} {middle - 5:.1f}v10" for place in (low, end))
+            path = f"M{low:.1f} {middle:.1f}H{end:.1f}{ends}"
+            body.append(f'<path d="{path}" stroke="#1c1c1c" fill="none"/>')
+    below = BARS_TOP + len(bars) * BAR_HEIGHT
+    if not bars:
+        return [_draw_text(width / 2, below + 12, "no figures yet", kind="faint")], below
+    body += [_draw_text(x(at), below + 12, text) for at, text in ticks]
+    body.append(_draw_text((BAR_LEFT + width - RIGHT) / 2, below + 30, unit, kind="label"))
+    return body, below
 
 
 def _share_legend(

@@ -1,7 +1,7 @@
 """Figures of a run: its facts with the timelines of its processes, in the form of the report.
 
 Reads   the facts, timeline/ of a run directory
-Gives   RunFigures; Conditions; ReplicaGauges
+Gives   RunFigures; Conditions; ReplicaGauges, read_gauges
 Raises  ConfigError for a run directory that cannot be read
 """
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from laminar.analysis.facts.reader import Facts, load_facts
@@ -27,17 +29,10 @@ Row = dict[str, Any]
 class ReplicaGauges(NamedTuple):
     """Gauges of one replica, in order of time."""
 
-    unix_ns: NDArray[np.int64]
-    kv_used: NDArray[np.int64]  #: tokens
-    kv_capacity: NDArray[np.int64]  #: tokens; 0 if not reported
+    seconds: NDArray[np.float64]
+    kv_use: NDArray[np.float64]  #: used share of the cache; NaN where its size was not reported
     running: NDArray[np.int64]
     waiting: NDArray[np.int64]
-
-    @property
-    def kv_use(self) -> NDArray[np.float64]:
-        """Used share of the cache; NaN where the capacity was not reported."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.kv_capacity > 0, self.kv_used / self.kv_capacity, np.nan)
 
 
 class Conditions:
@@ -79,7 +74,7 @@ class RunFigures:
             row["process"]: row["slots"] for row in self.processes if row["slots"] is not None
         }
         self.cut = timeline.cut_timelines(run_dir)  #: processes whose first spans were removed
-        self.gauges = self._read_gauges()
+        self.gauges = read_gauges(self.facts.table("gauges"))
 
     @property
     def closed(self) -> list[Row]:
@@ -89,6 +84,12 @@ class RunFigures:
     @property
     def trained(self) -> list[Row]:
         return [row for row in self.closed if row["outcome"] == "trained"]
+
+    @property
+    def generated(self) -> list[Row]:
+        """Finished trajectories of training rows, whether they have ended or not."""
+        found = (row for row in self.trajectories if row["finished"] is not None)
+        return [row for row in found if row["purpose"] == Purpose.TRAIN]
 
     @property
     def training(self) -> list[Row]:
@@ -117,14 +118,16 @@ class RunFigures:
         ready.sort(key=lambda row: row["ready_event"])
         return list(dict.fromkeys(row["process"] for row in ready))
 
-    def _read_gauges(self) -> dict[str, ReplicaGauges]:
-        columns = ["reported", "kv_used", "kv_capacity", "running", "waiting"]
-        table = self.facts.rows("gauges", ["replica", *columns], phase=Phase.RUNNING)
-        found: dict[str, list[tuple[int, ...]]] = {}
-        for row in table:
-            at = self.facts.to_unix_ns(row["reported"])
-            values = (at, *(row[name] for name in columns[1:]))
-            found.setdefault(row["replica"], []).append(values)
-        return {
-            name: ReplicaGauges(*np.array(found[name], dtype=np.int64).T) for name in sorted(found)
-        }
+
+def read_gauges(table: pa.Table) -> dict[str, ReplicaGauges]:
+    """Return the gauges of each replica while the run was running, from the table of all."""
+    table = table.filter(pc.equal(table["phase"], Phase.RUNNING))
+    found = {}
+    for name in sorted(table["replica"].unique().to_pylist()):
+        part = table.filter(pc.equal(table["replica"], name))
+        used, size = part["kv_used"].to_numpy(), part["kv_capacity"].to_numpy()
+        kv_use = np.full(len(part), np.nan)
+        np.divide(used, size, out=kv_use, where=size > 0)
+        columns = (part[column].to_numpy() for column in ("running", "waiting"))
+        found[name] = ReplicaGauges(part["reported"].to_numpy(), kv_use, *columns)
+    return found

@@ -11,17 +11,25 @@ the same axes. A figure that is the same in every step is a line of text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from html import escape
 
 from laminar.analysis.log.evaluations import is_shaped
 from laminar.analysis.report import charts
-from laminar.analysis.report.charts import Chart, ChartLine, draw_chart, draw_shares, format_number
-from laminar.analysis.report.page_data import PageData
+from laminar.analysis.report.charts import (
+    GAP,
+    PAGE_WIDTH,
+    Chart,
+    ChartLine,
+    Drawn,
+    draw_shares,
+    format_number,
+    render_rows,
+)
+from laminar.analysis.report.page_data import PERCENTILES, PageData
 from laminar.analysis.report.page_head import render_head, render_problems, render_tables
-from laminar.analysis.report.page_rows import GAP, PAGE_WIDTH, Drawn, render_rows
-from laminar.analysis.report.replica_series import Points
 from laminar.analysis.report.replicas_page import chart_replicas, render_repack
 from laminar.analysis.report.samples import Sample
 from laminar.events.reasons import RewardOutcome
@@ -53,6 +61,8 @@ FIGURES = (
 REWARD = ("Reward, mean of the batch", "reward/mean", "reward")  #: on the first screen
 ADVANTAGE = "critic/advantages/mean"
 ADVANTAGES = ("max", "mean", "min")  #: suffixes of critic/advantages
+ORIGINS = ("trained", "generated")  #: of response lengths
+RATES = ("Response tokens per second", "seconds since the start", "tokens/s")
 EXTRA = "reward_extra/"  #: prefix of the reward's extra figures, each with a chart
 
 TIME_COLOURS = {
@@ -157,15 +167,9 @@ def render_page(runs: Sequence[PageData]) -> str:
         *_render_learning(runs),
         *_render_extras(runs),
         "<h2>Lengths and staleness</h2>",
-        *render_rows(
-            [
-                *_chart_lengths(runs),
-                _chart_scores(runs),
-                *(_chart_staleness(data, runs) for data in runs),
-            ]
-        ),
+        *render_rows(_chart_lengths(runs)),
         "<h2>Speed, and where the time went</h2>",
-        *render_rows([*_chart_rates(runs), *chart_replicas(runs)]),
+        *render_rows([*_align_y(_chart_each(runs, *RATES, _list_rates)), *chart_replicas(runs)]),
         *render_repack(runs),
         *(part for data in runs for part in _render_samples(data, runs)),
         f'<div id="tip"></div><script>{SCRIPT}</script>',
@@ -178,11 +182,9 @@ def render_page(runs: Sequence[PageData]) -> str:
 
 def _chart_first_screen(runs: Sequence[PageData]) -> list[Drawn]:
     """Chart what the run learned, and what each of its processes did."""
-    evaluations = [partial(draw_chart, chart) for chart in chart_evaluations(runs)]
-    title, key, unit = REWARD
-    rewarded = any(data.get_points(key)[0] for data in runs)
-    rewards = [_chart_metric(runs, title, key, unit)] if rewarded else []
-    return [*evaluations, *rewards, *(_chart_times(data, runs) for data in runs)]
+    rewarded = any(data.get_points(REWARD[1])[0] for data in runs)
+    rewards = [_chart_metric(runs, *REWARD)] if rewarded else []
+    return [*chart_evaluations(runs), *rewards, *(_chart_times(data, runs) for data in runs)]
 
 
 def _format_run_name(data: PageData, runs: Sequence[PageData]) -> str:
@@ -195,7 +197,7 @@ def _format_run_name(data: PageData, runs: Sequence[PageData]) -> str:
 
 def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
     """Yield charts of the figures that change, and one line for those that do not."""
-    found: list[Drawn] = []
+    found: list[Chart] = []
     still = []
     for title, key, unit in FIGURES:
         values = {value for data in runs for value in data.get_points(key)[1]}
@@ -207,9 +209,8 @@ def _render_learning(runs: Sequence[PageData]) -> Iterator[str]:
                 f"<b>{format_number(values.pop())}</b>"
             )
         if key == "actor/pg_loss":
-            found += [
-                _chart_advantages(data, runs) for data in runs if data.get_points(ADVANTAGE)[0]
-            ]
+            labels = ("Advantages of the batch", STEPS, "advantage")
+            found += [c for c in _chart_each(runs, *labels, _list_advantages) if c.lines]
     yield from render_rows(found)
     if still:
         yield f'<p class="flat">The same in every step: {", ".join(still)}</p>'
@@ -240,16 +241,35 @@ def _build_evaluation_lines(runs: Sequence[PageData], key: str, factor: float) -
     return lines
 
 
-def _chart_metric(runs: Sequence[PageData], title: str, key: str, unit: str) -> Drawn:
+def _chart_metric(runs: Sequence[PageData], title: str, key: str, unit: str) -> Chart:
     lines = [ChartLine(data.name, *data.get_points(key)) for data in runs]
-    return partial(draw_chart, Chart(title, STEPS, unit, lines))
+    return Chart(title, STEPS, unit, lines)
 
 
-def _chart_advantages(data: PageData, runs: Sequence[PageData]) -> Drawn:
-    found = [data.get_points(f"critic/advantages/{name}") for name in ADVANTAGES]
-    lines = [ChartLine(name, *points) for name, points in zip(ADVANTAGES, found, strict=True)]
-    title = f"Advantages of the batch{_format_run_name(data, runs)}"
-    return partial(draw_chart, Chart(title, STEPS, "advantage", lines))
+def _chart_each(
+    runs: Sequence[PageData],
+    title: str,
+    x_label: str,
+    y_label: str,
+    list_lines: Callable[[PageData], Sequence[ChartLine]],
+) -> list[Chart]:
+    """Return a chart of several lines for each run."""
+    titles = [f"{title}{_format_run_name(data, runs)}" for data in runs]
+    parts = zip(titles, map(list_lines, runs), strict=True)
+    return [Chart(name, x_label, y_label, lines) for name, lines in parts]
+
+
+def _align_y(found: Sequence[Chart]) -> list[Chart]:
+    """Return charts with one y range, from 0."""
+    values = [y for chart in found for line in chart.lines for y in line.y if y is not None]
+    y_range = (0.0, max(values, default=0.0) * 1.05 or 1.0)
+    return [replace(chart, y_range=y_range) for chart in found]
+
+
+def _list_advantages(data: PageData) -> list[ChartLine]:
+    if not data.get_points(ADVANTAGE)[0]:
+        return []
+    return [ChartLine(n, *data.get_points(f"critic/advantages/{n}")) for n in ADVANTAGES]
 
 
 def _render_extras(runs: Sequence[PageData]) -> list[str]:
@@ -264,36 +284,29 @@ def _render_extras(runs: Sequence[PageData]) -> list[str]:
 # --- lengths, staleness, speed ------------------------------------------------------------------
 
 
-def _same_y(runs: Sequence[PageData], found: Sequence[Sequence[Points]]) -> tuple[float, float]:
-    """Return one y range for the same chart of every run."""
-    values = [y for points in found for _, ys in points for y in ys]
-    return 0.0, max(values, default=0.0) * 1.05 or 1.0
-
-
 def _chart_lengths(runs: Sequence[PageData]) -> Iterator[Drawn]:
-    """Yield charts of the distribution of response lengths, and of its change over the run."""
-    parts = [[*data.lengths.trained.values(), *data.lengths.generated.values()] for data in runs]
-    y_range = _same_y(runs, parts)
-    for data in runs:
-        lines = [ChartLine(name, *points, stairs=True) for name, points in data.histogram.items()]
-        title = f"Trained response lengths{_format_run_name(data, runs)}"
-        longest = max((x for line in lines for x in line.x), default=1.0)
-        yield partial(
-            draw_chart,
-            Chart(title, "tokens", "share of the responses", lines, x_range=(0, longest)),
-        )
-    for data in runs:
-        lines = [
-            ChartLine(f"{what} p{q}", *points, dashed=dashed, colour=colour)
-            for colour, q in enumerate(data.lengths.trained)
-            for what, dashed, points in (
-                ("trained", False, data.lengths.trained[q]),
-                ("generated", True, data.lengths.generated[q]),
-            )
-        ]
-        title = f"Response length{_format_run_name(data, runs)}"
-        x_label = "completed steps of the weights"
-        yield partial(draw_chart, Chart(title, x_label, "tokens", lines, y_range=y_range))
+    """Yield charts of the response lengths and their change, and what depends on the length."""
+    labels = ("Trained response lengths", "tokens", "share of the responses")
+    for chart in _chart_each(runs, *labels, _list_histograms):
+        longest = max((x for line in chart.lines for x in line.x), default=1.0)
+        yield replace(chart, x_range=(0, longest))
+    labels = ("Response length", "completed steps of the weights", "tokens")
+    yield from _align_y(_chart_each(runs, *labels, _list_percentiles))
+    lines = [ChartLine(data.name, *data.scores, marks=True) for data in runs]
+    yield Chart("Mean reward of trained responses by their length", "tokens", "reward", lines)
+    yield from (_chart_staleness(data, runs) for data in runs)
+
+
+def _list_histograms(data: PageData) -> list[ChartLine]:
+    return [ChartLine(name, *points, stairs=True) for name, points in data.histogram.items()]
+
+
+def _list_percentiles(data: PageData) -> list[ChartLine]:
+    names = [(c, f"{what} p{q}") for c, q in enumerate(PERCENTILES) for what in ORIGINS]
+    return [
+        ChartLine(name, *data.lengths[name], dashed=name.startswith(ORIGINS[1]), colour=colour)
+        for colour, name in names
+    ]
 
 
 def _chart_staleness(data: PageData, runs: Sequence[PageData]) -> Drawn:
@@ -311,22 +324,8 @@ def _chart_staleness(data: PageData, runs: Sequence[PageData]) -> Drawn:
     return partial(draw_shares, title, bars, colours, unit)
 
 
-def _chart_scores(runs: Sequence[PageData]) -> Drawn:
-    lines = [ChartLine(data.name, *data.scores, marks=True) for data in runs]
-    title = "Mean reward of trained responses by their length"
-    return partial(draw_chart, Chart(title, "tokens", "reward", lines))
-
-
-def _chart_rates(runs: Sequence[PageData]) -> Iterator[Drawn]:
-    y_range = _same_y(runs, [[data.rates.generated, data.rates.trained] for data in runs])
-    for data in runs:
-        lines = [
-            ChartLine("generated", *data.rates.generated),
-            ChartLine("trained", *data.rates.trained),
-        ]
-        title = f"Response tokens per second{_format_run_name(data, runs)}"
-        x_label = "seconds since the start"
-        yield partial(draw_chart, Chart(title, x_label, "tokens/s", lines, y_range=y_range))
+def _list_rates(data: PageData) -> list[ChartLine]:
+    return [ChartLine(name, *points) for name, points in data.rates.items()]
 
 
 def _chart_times(data: PageData, runs: Sequence[PageData]) -> Drawn:

@@ -8,7 +8,6 @@ Raises  ConfigError for a run directory that cannot be read
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from laminar.analysis.log.process_logs import read_machines
-from laminar.analysis.log.timeline import whole_lines
-from laminar.analysis.report.figures import RunFigures
+from laminar.analysis.log.timeline import merge_rows, read_json_lines
+from laminar.analysis.report.figures import Row, RunFigures
 from laminar.analysis.report.prompt_lengths import split_by_length
 from laminar.analysis.report.replica_series import Points, ReplicaSeries, build_series
 from laminar.analysis.report.samples import Decode, Sample, SampleFilter, find_samples
@@ -26,28 +25,14 @@ from laminar.analysis.report.summary import summarize_figures
 from laminar.config import Config, ConfigError, load_config
 from laminar.run.directory import CONFIG_FILE, METRICS_FILE, STORE_FILE
 from laminar.storage import books
-from laminar.storage.rows import Response
 
 STEP = "training/global_step"  #: in a line of metrics.jsonl about a step
 RATE_BINS = 40  #: over the time of a run
 LENGTH_BINS = 6  #: of trained responses, with about equally many in each
 SCORE_BINS = 16  #: of trained responses, with about equally many in each
 HISTOGRAM_BINS = 30  #: of response lengths
+PERCENTILES = (50, 99)  #: of response lengths
 SAMPLES = 3  #: shown of each kind
-
-
-class Rates(NamedTuple):
-    """Tokens per second over the seconds since the run's first event."""
-
-    generated: Points
-    trained: Points
-
-
-class Lengths(NamedTuple):
-    """Percentiles of response lengths, in tokens, by the completed steps that made the weights."""
-
-    generated: dict[int, Points]  #: by percentile
-    trained: dict[int, Points]
 
 
 class PageData(NamedTuple):
@@ -57,8 +42,8 @@ class PageData(NamedTuple):
     run_dir: Path
     summary: dict[str, Any]
     steps: list[dict[str, Any]]  #: lines of metrics.jsonl about steps
-    rates: Rates
-    lengths: Lengths
+    rates: dict[str, Points]  #: tokens per second over the seconds since the run's first event
+    lengths: dict[str, Points]  #: percentiles, by the completed steps that made the weights
     staleness: dict[str, dict[str, float]]  #: length -> staleness -> share of its responses
     scores: Points  #: mean score of trained responses over their mean length
     samples: dict[str, list[Sample]]  #: by title of the kind
@@ -82,19 +67,19 @@ def page_data(run_dir: Path, decode: Decode | None) -> PageData:
     """Collect the data of a page; without `decode`, no samples."""
     run = RunFigures(run_dir)
     summary, first_ns = summarize_figures(run), run.first_ns
-    responses = _read_responses(run_dir)
+    trained = run.trained
     return PageData(
         name=run_dir.resolve().name,
         run_dir=run_dir,
         summary=summary,
         steps=_read_metrics(run_dir),
         rates=_compute_rates(run, summary["seconds"]),
-        lengths=_compute_lengths(responses),
-        staleness=_compute_staleness(responses),
-        scores=_compute_scores(responses),
+        lengths=_compute_lengths(run),
+        staleness=_compute_staleness(trained),
+        scores=_compute_scores(trained),
         samples={} if decode is None else _select_samples(run_dir, decode),
-        series=build_series(run.gauges, run.facts.rows("migrations"), first_ns),
-        histogram=_compute_histograms(responses),
+        series=build_series(run.gauges, run.facts.rows("migrations")),
+        histogram=_compute_histograms(trained),
         config=_load_config(run_dir),
         machines=read_machines(run_dir),
         started=datetime.fromtimestamp(first_ns / 1e9, UTC) if first_ns else None,
@@ -109,95 +94,70 @@ def _load_config(run_dir: Path) -> Config | None:
 
 
 def _read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines about steps; skip lines truncated by a crash."""
-    found = []
-    for _, text in whole_lines(run_dir / METRICS_FILE):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and STEP in line:
-            found.append(line)
-    return found
+    """Return the lines about steps."""
+    lines = (line for _, line in read_json_lines(run_dir / METRICS_FILE))
+    return [line for line in lines if isinstance(line, dict) and STEP in line]
 
 
-def _read_responses(run_dir: Path) -> list[Response]:
-    if not (run_dir / STORE_FILE).is_file():
-        return []
-    with books.open_tables(run_dir / STORE_FILE) as tables:
-        return list(tables.iter_responses())
+def _compute_rates(run: RunFigures, seconds: float) -> dict[str, Points]:
+    seconds, rows = max(seconds, 1e-3), merge_rows(run.steps.values())
+    trained = np.array([(row["completed"], row["tokens"]) for row in run.completed])
+    trained = trained.reshape(-1, 2)
+    return {
+        "generated": _bin_rate((rows[:, 1] - run.first_ns) / 1e9, rows[:, 3], seconds),
+        "trained": _bin_rate(trained[:, 0], trained[:, 1], seconds),
+    }
 
 
-def _compute_rates(run: RunFigures, seconds: float) -> Rates:
-    first_ns, seconds = run.first_ns, max(seconds, 1e-3)
-    sampled = [(rows[:, 1], rows[:, 3]) for rows in run.steps.values() if len(rows)]
-    reports = [(run.facts.to_unix_ns(row["completed"]), row["tokens"]) for row in run.completed]
-    trained = np.array(reports, dtype=np.int64).reshape(-1, 2)
-    return Rates(
-        _bin_rate(sampled, first_ns, seconds),
-        _bin_rate([(trained[:, 0], trained[:, 1])], first_ns, seconds),
-    )
-
-
-def _bin_rate(parts: list[tuple[Any, Any]], first_ns: int, seconds: float) -> Points:
+def _bin_rate(when: Any, counts: Any, seconds: float) -> Points:
     """Return the token rate of each part of the time, at the middle of the part."""
     edges = np.linspace(0.0, seconds, RATE_BINS + 1)
-    tokens = np.zeros(RATE_BINS)
-    for when_ns, count in parts:
-        tokens += np.histogram((when_ns - first_ns) / 1e9, bins=edges, weights=count)[0]
+    tokens = np.histogram(when, bins=edges, weights=counts)[0]
     if not tokens.any():
         return [], []
     middles, width = (edges[:-1] + edges[1:]) / 2, seconds / RATE_BINS
     return middles.tolist(), (tokens / width).tolist()
 
 
-def _compute_lengths(responses: list[Response]) -> Lengths:
-    return Lengths(
-        _compute_percentiles(responses), _compute_percentiles([r for r in responses if r.trained])
-    )
+def _compute_lengths(run: RunFigures) -> dict[str, Points]:
+    """Return the percentiles of the trained responses, and of all."""
+    found: dict[str, Points] = {}
+    for what, part in {"trained": run.trained, "generated": run.generated}.items():
+        by_step: dict[int, list[int]] = defaultdict(list)
+        for row in part:
+            by_step[row["version_step"]].append(row["tokens"])
+        steps = sorted(by_step)
+        for q in PERCENTILES:
+            values = [float(np.percentile(by_step[step], q)) for step in steps]
+            found[f"{what} p{q}"] = [float(step) for step in steps], values
+    return found
 
 
-def _compute_percentiles(responses: list[Response]) -> dict[int, Points]:
-    by_step: dict[int, list[int]] = defaultdict(list)
-    for response in responses:
-        by_step[response.version_step].append(response.num_tokens)
-    steps = sorted(by_step)
-    return {
-        q: ([float(s) for s in steps], [float(np.percentile(by_step[s], q)) for s in steps])
-        for q in (50, 99)
-    }
-
-
-def _by_length(responses: list[Response], count: int) -> list[list[Response]]:
-    """Return the trained responses, shortest first, in parts of about equal size."""
-    return split_by_length([r for r in responses if r.trained], lambda r: r.num_tokens, count)
-
-
-def _compute_staleness(responses: list[Response]) -> dict[str, dict[str, float]]:
+def _compute_staleness(trained: list[Row]) -> dict[str, dict[str, float]]:
     bins: dict[str, dict[str, float]] = {}
-    for part in _by_length(responses, LENGTH_BINS):
-        lengths = [r.num_tokens for r in part]
-        counts = Counter(r.end_step - r.version_step for r in part if r.end_step is not None)
+    for part in split_by_length(trained, _get_tokens, LENGTH_BINS):
+        counts = Counter(row["staleness"] for row in part)
         shares = {str(value): count / counts.total() for value, count in sorted(counts.items())}
-        bins[f"{min(lengths)} to {max(lengths)}"] = shares
+        bins[f"{_get_tokens(part[0])} to {_get_tokens(part[-1])}"] = shares
     return bins
 
 
-def _compute_histograms(responses: list[Response]) -> dict[str, Points]:
+def _get_tokens(row: Row) -> int:
+    return int(row["tokens"])
+
+
+def _compute_histograms(trained: list[Row]) -> dict[str, Points]:
     """Return length histograms of the first and the last third of the steps, in equal bins."""
-    trained = [
-        (r.end_step, r.num_tokens) for r in responses if r.trained and r.end_step is not None
-    ]
     if not trained:
         return {}
-    steps, lengths = np.array(trained).T
+    steps, lengths = np.array([(row["step"], row["tokens"]) for row in trained]).T
     width = max(1, -(-int(np.percentile(lengths, 99.5)) // HISTOGRAM_BINS))
     edges = np.arange(0, int(lengths.max()) + 2 * width, width)
     first, last = steps.min(), steps.max()
     third = (last - first) // 3
     parts = {
-        f"steps {first + 1} to {first + third + 1}": lengths[steps <= first + third],
-        f"steps {last - third + 1} to {last + 1}": lengths[steps >= last - third],
+        f"steps {first} to {first + third}": lengths[steps <= first + third],
+        f"steps {last - third} to {last}": lengths[steps >= last - third],
     }
     middles = ((edges[:-1] + edges[1:]) / 2).tolist()
     return {
@@ -206,13 +166,12 @@ def _compute_histograms(responses: list[Response]) -> dict[str, Points]:
     }
 
 
-def _compute_scores(responses: list[Response]) -> Points:
+def _compute_scores(trained: list[Row]) -> Points:
     """Return the mean score of each part, at its mean length."""
-    lengths, scores = [], []
-    for part in _by_length([r for r in responses if r.reward is not None], SCORE_BINS):
-        lengths.append(float(np.mean([r.num_tokens for r in part])))
-        scores.append(float(np.mean([r.reward for r in part])))
-    return lengths, scores
+    scored = [row for row in trained if row["reward"] is not None]
+    parts = split_by_length(scored, _get_tokens, SCORE_BINS)
+    lengths = [float(np.mean([row["tokens"] for row in part])) for part in parts]
+    return lengths, [float(np.mean([row["reward"] for row in part])) for part in parts]
 
 
 def _select_samples(run_dir: Path, decode: Decode) -> dict[str, list[Sample]]:

@@ -142,7 +142,9 @@ def _render_tiles(data: PageData) -> Iterator[str]:
     if found := summary_lines.first_to_last(data, "reward/mean"):
         yield _render_tile("reward", found[0].replace("->", "→"), found[1])
     seconds = summary["seconds"]
-    yield _render_tile("steps", str(summary["steps"]), f"in {_format_duration(seconds)}")
+    yield _render_tile(
+        "steps", str(summary["steps"]), f"in {summary_lines.format_duration(seconds)}"
+    )
     if (rate := summary["tokens_per_s"]) is not None:
         yield _render_tile("throughput", f"{rate:,.0f}", "sampled tokens per second")
     age, most = summary["staleness_mean"], summary["staleness_max"]
@@ -156,18 +158,6 @@ def _render_tile(name: str, figure: str, below: str, kind: str = "") -> str:
     return (
         f'<div class="tile {kind}"><span>{escape(name)}</span><b>{escape(figure)}</b>'
         f"<span>{escape(below)}</span></div>"
-    )
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min {rest} s"
-        if minutes
-        else f"{rest} s"
     )
 
 

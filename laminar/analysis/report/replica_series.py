@@ -10,7 +10,7 @@ figure per gauge: the mean of each replica in it, then their mean, lowest and hi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from laminar.analysis.report.figures import ReplicaGauges, Row
 PARTS = 40  #: of the time
 
 Points = tuple[list[float], list[float]]
-Column = NDArray[np.float64]
+Column = NDArray[Any]
 
 
 class Band(NamedTuple):
@@ -41,9 +41,7 @@ class ReplicaSeries(NamedTuple):
     moved: Points  #: trajectories so far
 
 
-def build_series(
-    found: Mapping[str, ReplicaGauges], migrations: Sequence[Row], first_ns: int
-) -> ReplicaSeries:
+def build_series(found: Mapping[str, ReplicaGauges], migrations: Sequence[Row]) -> ReplicaSeries:
     waits = any(gauges.waiting.any() for gauges in found.values())
     placed = sorted(
         (row for row in migrations if row["placed"] is not None),
@@ -51,32 +49,27 @@ def build_series(
     )
     times = [row["placed"] for row in placed]
     moved = np.cumsum([row["moved"] for row in placed], dtype=float).tolist()
-    cache = {name: 100 * gauges.kv_use for name, gauges in found.items()}
-    running = {name: gauges.running.astype(float) for name, gauges in found.items()}
-    waiting = {name: gauges.waiting.astype(float) for name, gauges in found.items() if waits}
+    gauges = found.values()
     return ReplicaSeries(
-        kv_percent=_build_band(found, cache, first_ns),
-        running=_build_band(found, running, first_ns),
-        waiting=_build_band(found, waiting, first_ns),
+        kv_percent=_build_band([(g.seconds, 100 * g.kv_use) for g in gauges]),
+        running=_build_band([(g.seconds, g.running) for g in gauges]),
+        waiting=_build_band([(g.seconds, g.waiting) for g in gauges if waits]),
         emptied=([0.0, *times], [float(n) for n in range(len(times) + 1)]),
         moved=([0.0, *times], [0.0, *moved]),
     )
 
 
-def _build_band(
-    found: Mapping[str, ReplicaGauges], values: Mapping[str, Column], first_ns: int
-) -> Band:
-    """Build the band of one gauge; leave out parts of the time in which no replica reported."""
-    seconds = {name: (found[name].unix_ns - first_ns) / 1e9 for name in values}
-    if not seconds:
+def _build_band(columns: Sequence[tuple[Column, Column]]) -> Band:
+    """Build the band of (seconds, values); leave out parts of the time without a report."""
+    if not columns:
         return Band([], [], [])
-    everything = np.concatenate(list(seconds.values()))
+    everything = np.concatenate([seconds for seconds, _ in columns])
     edges = np.linspace(everything.min(), everything.max(), PARTS + 1)
     rows = []
-    for name, column in values.items():
-        known = ~np.isnan(column)
-        sums, _ = np.histogram(seconds[name][known], bins=edges, weights=column[known])
-        counts, _ = np.histogram(seconds[name][known], bins=edges)
+    for seconds, values in columns:
+        known = ~np.isnan(values)
+        sums, _ = np.histogram(seconds[known], bins=edges, weights=values[known])
+        counts, _ = np.histogram(seconds[known], bins=edges)
         rows.append(np.where(counts > 0, sums / np.maximum(counts, 1), np.nan))
     means = np.array(rows)
     some = ~np.isnan(means).all(axis=0)

@@ -13,10 +13,9 @@ from functools import partial
 from html import escape
 from typing import Any, NamedTuple
 
-from laminar.analysis.report.charts import Bar, Chart, ChartLine, draw_bars, draw_chart
+from laminar.analysis.report.charts import Chart, ChartLine, Drawn, draw_figures, render_rows
 from laminar.analysis.report.confidence import Estimate, estimate_gain, estimate_mean
 from laminar.analysis.report.page_data import PageData
-from laminar.analysis.report.page_rows import Drawn, render_rows
 
 SECONDS = "seconds since the start"
 
@@ -36,7 +35,7 @@ def chart_replicas(runs: Sequence[PageData]) -> list[Drawn]:
         lines = [replace(line, name="mean") for line in lines] if len(runs) == 1 else lines
         what = f"{title}: mean, lowest and highest replica"
         if lines:
-            charts.append(partial(draw_chart, Chart(what, SECONDS, unit, lines)))
+            charts.append(Chart(what, SECONDS, unit, lines))
     return charts
 
 
@@ -46,16 +45,14 @@ def render_repack(runs: Sequence[PageData]) -> Iterator[str]:
     if not with_it:
         return
     yield "<h2>Repack</h2>"
-    found = summarize_policies([data.summary for data in runs])
+    found = list_policies([data.summary for data in runs])
     moved = [ChartLine(data.name, *data.series.moved) for data in with_it]
     emptied = [ChartLine(data.name, *data.series.emptied) for data in with_it]
     yield from render_rows(
         [
             *([_chart_throughput(found)] if len(found) > 1 else []),
-            partial(
-                draw_chart, Chart("Trajectories migrated so far", SECONDS, "trajectories", moved)
-            ),
-            partial(draw_chart, Chart("Replicas emptied so far", SECONDS, "replicas", emptied)),
+            Chart("Trajectories migrated so far", SECONDS, "trajectories", moved),
+            Chart("Replicas emptied so far", SECONDS, "replicas", emptied),
         ]
     )
     if len(found) > 1:
@@ -68,29 +65,49 @@ def render_repack(runs: Sequence[PageData]) -> Iterator[str]:
             )
 
 
-def _chart_throughput(found: Sequence[PolicyStats]) -> Drawn:
-    bars = [
-        Bar(f"{p.name} ({p.runs})", p.tokens_per_s.mean, p.tokens_per_s.half or 0.0)
-        for p in found
-        if p.tokens_per_s is not None
-    ]
+class PolicyRuns(NamedTuple):
+    """Summaries of the runs with one repack policy."""
+
+    name: str
+    runs: list[Summary]
+
+    def estimate_rate(self) -> Estimate | None:
+        """Return the throughput, with the interval of its mean, or else of the only run."""
+        rates = [s["tokens_per_s"] for s in self.runs if s["tokens_per_s"] is not None]
+        if len(self.runs) == 1 and rates:
+            return Estimate(rates[0], self.runs[0]["tokens_per_s_ci95"])
+        return estimate_mean(rates)
+
+    def list_figures(self) -> dict[str, str]:
+        """Return the rows of the table, by name."""
+        slowest = [s["latency_s_max"] for s in self.runs if s["latency_s_max"] is not None]
+        given_away = [s["repack"]["hand_over_s"] for s in self.runs if s["repack"]]
+        return {
+            "runs": str(len(self.runs)),
+            "tokens/s": _plus_minus(self.estimate_rate(), 1, ",.0f"),
+            "response latency, mean (s)": self._format_mean("latency_s_mean", ".3g"),
+            "response latency, max (s)": f"{max(slowest):.3g}" if slowest else "-",
+            "migration, mean (s)": _format_mean([s["mean"] for s in given_away if s], ".3g"),
+            "cache in use, mean": self._format_mean("kv_use_mean", ".1%"),
+            "nearly empty decode steps": self._format_mean("nearly_empty_steps", ".1%"),
+        }
+
+    def _format_mean(self, key: str, form: str) -> str:
+        return _format_mean([s[key] for s in self.runs], form)
+
+
+def _chart_throughput(found: Sequence[PolicyRuns]) -> Drawn:
+    rates = [(f"{p.name} ({len(p.runs)})", p.estimate_rate()) for p in found]
+    figures = [(name, rate.mean, rate.half or 0.0) for name, rate in rates if rate is not None]
     title = "Sampled tokens per second by policy (runs), with 95 % intervals"
-    return partial(draw_bars, title, bars, "tokens/s")
+    return partial(draw_figures, title, figures, "tokens/s")
 
 
-def _render_table(found: Sequence[PolicyStats]) -> Iterator[str]:
-    figures = [
-        ("runs", [str(p.runs) for p in found]),
-        ("tokens/s", [_plus_minus(p.tokens_per_s, 1, ",.0f") for p in found]),
-        ("response latency, mean (s)", [_format_figure(p.latency_mean_s) for p in found]),
-        ("response latency, max (s)", [_format_figure(p.latency_max_s) for p in found]),
-        ("migration, mean (s)", [_format_figure(p.hand_over_s) for p in found]),
-        ("cache in use, mean", [_format_percent(p.kv_use) for p in found]),
-        ("nearly empty decode steps", [_format_percent(p.nearly_empty) for p in found]),
-    ]
+def _render_table(found: Sequence[PolicyRuns]) -> Iterator[str]:
+    columns = [p.list_figures() for p in found]
     yield f"<table><tr><th></th>{''.join(f'<th>{escape(p.name)}</th>' for p in found)}</tr>"
-    for name, cells in figures:
-        yield f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    for name in columns[0]:
+        yield f"<tr><th>{name}</th>{''.join(f'<td>{c[name]}</td>' for c in columns)}</tr>"
     yield "</table>"
 
 
@@ -101,69 +118,25 @@ def _plus_minus(found: Estimate | None, factor: float, form: str) -> str:
     return f"{factor * found.mean:{form}}{half}"
 
 
-def _format_figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _format_percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
-class PolicyStats(NamedTuple):
-    """Mean results of the runs with one repack policy; None where none has the figure.
-
-    With several runs, the interval is that of their mean; with a single run, that of its
-    throughput.
-    Gains are of pairs: two runs with the same seed.
-    """
-
-    name: str
-    runs: int
-    tokens_per_s: Estimate | None
-    latency_mean_s: float | None
-    latency_max_s: float | None
-    hand_over_s: float | None
-    kv_use: float | None
-    nearly_empty: float | None
+def _format_mean(values: Sequence[float | None], form: str) -> str:
+    found = estimate_mean([value for value in values if value is not None])
+    return "-" if found is None else f"{found.mean:{form}}"
 
 
 def get_policy(summary: Summary) -> str:
     return str(summary["repack"]["policy"]) if summary["repack"] else OFF
 
 
-def summarize_policies(summaries: Sequence[Summary]) -> list[PolicyStats]:
+def list_policies(summaries: Sequence[Summary]) -> list[PolicyRuns]:
     """Return the policies of some runs: without repack first, then in order of appearance."""
-    names = dict.fromkeys(map(get_policy, summaries))
-    order = sorted(names, key=lambda name: name != OFF)
-    return [
-        _summarize_policy(name, [s for s in summaries if get_policy(s) == name]) for name in order
-    ]
-
-
-def _summarize_policy(name: str, runs: Sequence[Summary]) -> PolicyStats:
-    rates = estimate_mean([s["tokens_per_s"] for s in runs if s["tokens_per_s"] is not None])
-    if rates is not None and len(runs) == 1:
-        rates = Estimate(rates.mean, runs[0]["tokens_per_s_ci95"])
-    hand_overs = [s["repack"]["hand_over_s"] for s in runs if s["repack"]]
-    return PolicyStats(
-        name,
-        len(runs),
-        rates,
-        _mean([s["latency_s_mean"] for s in runs]),
-        max((s["latency_s_max"] for s in runs if s["latency_s_max"] is not None), default=None),
-        _mean([found["mean"] for found in hand_overs if found]),
-        _mean([s["kv_use_mean"] for s in runs]),
-        _mean([s["nearly_empty_steps"] for s in runs]),
-    )
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    found = estimate_mean([value for value in values if value is not None])
-    return found.mean if found else None
+    names = sorted(dict.fromkeys(map(get_policy, summaries)), key=lambda name: name != OFF)
+    return [PolicyRuns(n, [s for s in summaries if get_policy(s) == n]) for n in names]
 
 
 def compute_gains(summaries: Sequence[Summary]) -> Iterator[tuple[str, int, Estimate]]:
-    """Yield (policy, pairs, relative gain in throughput) of each policy that has pairs."""
+    """Yield (policy, pairs, relative gain in throughput) of each policy that has pairs.
+
+    A pair is two runs with the same seed."""
     by_policy: dict[str, dict[int, float]] = {}
     for summary in summaries:
         if summary["tokens_per_s"] is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -132,24 +133,6 @@ class Sample(NamedTuple):
         }
 
 
-class _Branch(NamedTuple):
-    """The turns of a branch that no earlier branch has."""
-
-    head: str
-    tokens: bytes  #: of turns and contexts
-
-
-class _StoredSample(NamedTuple):
-    """Stored data of a response, except its row."""
-
-    prompt: m.PromptPayload
-    prompt_ids: bytes
-    branches: list[_Branch]  #: none if removed, and then there is text
-    text: str
-    extras: m.Extras
-    spans: tuple[TokenSpan, ...]
-
-
 def find_samples(run_dir: Path, choice: SampleFilter, decode: Decode) -> Iterator[Sample]:
     """Yield the latest first, siblings in order; or the worst or best of those with a score."""
     path = run_dir / STORE_FILE
@@ -241,24 +224,14 @@ def _contains_text(sample: Sample, text: str) -> bool:
 
 def _load_samples(path: Path, rows: Iterable[Row], decode: Decode) -> Iterator[Sample]:
     """Yield samples in the order of the rows, a few per read transaction."""
-    batch: list[Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == PAYLOADS:
-            yield from _load_batch(path, batch, decode)
-            batch = []
-    yield from _load_batch(path, batch, decode)
+    left = iter(rows)
+    while batch := list(islice(left, PAYLOADS)):
+        with books.open_tables(path) as tables:
+            found = [_read_sample(tables, row, decode) for row in batch]
+        yield from found
 
 
-def _load_batch(path: Path, rows: list[Row], decode: Decode) -> list[Sample]:
-    if not rows:
-        return []
-    with books.open_tables(path) as tables:
-        stored = [_read_stored(tables, row) for row in rows]
-    return [_build_sample(row, decode, found) for row, found in zip(rows, stored, strict=True)]
-
-
-def _read_stored(tables: Tables, row: Row) -> _StoredSample:
+def _read_sample(tables: Tables, row: Row, decode: Decode) -> Sample:
     key = PromptKey(row.purpose, row.row_index)
     prompt = tables.get_prompt(key)
     removed = tables.is_removed(row.id)
@@ -269,44 +242,34 @@ def _read_stored(tables: Tables, row: Row) -> _StoredSample:
         raise ConfigError(f"trajectory {row.id} cannot be read: {error}") from error
     if prompt is None:
         raise ConfigError(f"trajectory {row.id} cannot be read: its prompt is not in the store")
-    return _StoredSample(
-        prompt=m.decode_prompt(prompt),
-        prompt_ids=contexts.pop(0, b"") or tables.get_prompt_ids(key, prompt),
-        branches=_list_branches(row, chunks, contexts, tables.turns.get_parents(row)),
-        text=tables.get_text(row.id) if removed else "",
-        extras=tables.get_extras(row.id),
-        spans=tables.get_spans(row),
+    prompt_ids = contexts.pop(0, b"") or tables.get_prompt_ids(key, prompt)
+    branches = _list_branches(row, chunks, contexts, tables.turns.get_parents(row))
+    return Sample(
+        row,
+        decode(_decode_ids(prompt_ids)),
+        "\n".join(head + decode(_decode_ids(tokens)) for head, tokens in branches)
+        or (tables.get_text(row.id) if removed else ""),
+        msgspec.to_builtins(m.decode_prompt(prompt).ground_truth),
+        tables.get_extras(row.id),
+        tables.get_spans(row),
     )
 
 
 def _list_branches(
     row: Row, chunks: Iterable[Chunk], contexts: dict[int, bytes], parents: Parents
-) -> list[_Branch]:
-    """Join the token ids of each branch in the order in which the model sampled and read them."""
+) -> Iterator[tuple[str, bytes]]:
+    """Yield head and token ids of each branch, as far as no earlier branch has its turns.
+
+    The ids, of turns and contexts, are in the order in which the model sampled and read them."""
     turns: dict[int, bytes] = {}
     for chunk in chunks:
         before = turns.get(chunk.segment) or contexts.get(chunk.segment, b"")
         turns[chunk.segment] = before + chunk.tokens
-    found = []
     for number, path in enumerate(list_paths(parents, len(turns)), start=1):
         new = [turn for turn in path if turn in turns]
         after = find_parent(parents, new[0]) + 1
         head = f"[{row.id}/{number}{f', after turn {after}' if after else ''}]\n"
-        tokens = b"".join(turns.pop(turn) for turn in new)
-        found.append(_Branch(head if parents else "", tokens))
-    return found
-
-
-def _build_sample(row: Row, decode: Decode, stored: _StoredSample) -> Sample:
-    return Sample(
-        row,
-        decode(_decode_ids(stored.prompt_ids)),
-        "\n".join(head + decode(_decode_ids(tokens)) for head, tokens in stored.branches)
-        or stored.text,
-        msgspec.to_builtins(stored.prompt.ground_truth),
-        stored.extras,
-        stored.spans,
-    )
+        yield head if parents else "", b"".join(turns.pop(turn) for turn in new)
 
 
 def _decode_ids(data: bytes) -> list[int]:

@@ -26,14 +26,12 @@ from laminar.analysis.report import utilization
 from laminar.analysis.report.confidence import estimate_mean
 from laminar.analysis.report.figures import Row, RunFigures
 from laminar.analysis.report.prompt_lengths import by_prompt_length, split_by_length
-from laminar.analysis.report.utilization import PublishTiming
 from laminar.config import ConfigError
 from laminar.core.members.resumption import is_run_over
 from laminar.core.state.evaluation_scores import describe_evaluation
 from laminar.core.state.state import State
 from laminar.core.state.statuses import Phase
 from laminar.events.reasons import DropReason, RewardOutcome
-from laminar.names.ids import Purpose
 from laminar.run.directory import COORDINATOR_FILE, STORE_FILE, SUMMARY_FILE
 from laminar.run.renames import write_whole
 
@@ -143,11 +141,7 @@ def _summarize_lengths(run: RunFigures) -> dict[str, Any]:
     """Return percentiles of the trained and of the generated response lengths, in tokens."""
     trained = run.trained
     cut = Counter(row["truncated_by"] for row in trained if row["truncated_by"])
-    generated = [
-        row["tokens"]
-        for row in run.trajectories
-        if row["purpose"] == Purpose.TRAIN and row["finished"] is not None
-    ]
+    generated = [row["tokens"] for row in run.generated]
     return {
         **_compute_percentiles("response_length", [row["tokens"] for row in trained]),
         **_compute_percentiles("generated_response_length", generated),
@@ -213,11 +207,7 @@ def _mean(values: NDArray[Any]) -> float | None:
 
 def _summarize_latency(run: RunFigures) -> dict[str, Any]:
     """Return latencies of training responses, from the first placement to the last token."""
-    took = [
-        row["finished"] - row["dispatched"]
-        for row in run.trajectories
-        if row["purpose"] == Purpose.TRAIN and row["finished"] is not None
-    ]
+    took = [row["finished"] - row["dispatched"] for row in run.generated]
     return {
         "latency_s_mean": sum(took) / len(took) if took else None,
         "latency_s_max": max(took, default=0.0),
@@ -304,7 +294,7 @@ def _compute_throughput(steps: Iterable[timeline.Steps]) -> dict[str, float | No
 
 def token_rates(steps: Iterable[timeline.Steps], parts: int) -> list[float]:
     """Return sampled tokens per second in equal parts of the engines' time; empty without steps."""
-    rows = np.concatenate([np.zeros((0, 4), dtype=np.int64), *steps])
+    rows = timeline.merge_rows(steps)
     if not len(rows) or rows[:, 1].max() == rows[:, 0].min():
         return []
     begin, end = int(rows[:, 0].min()), int(rows[:, 1].max())
@@ -317,28 +307,23 @@ def token_rates(steps: Iterable[timeline.Steps], parts: int) -> list[float]:
 # --- times ------------------------------------------------------------------------------------
 
 
-def _trainer_shares(run: RunFigures) -> dict[str, dict[str, float]]:
-    held = run.conditions.get_intervals
+def _summarize_timing(run: RunFigures) -> dict[str, Any]:
+    held, steps = run.conditions.get_intervals, run.steps
+    trainer_spans = [span for spans in run.trainers.values() for span in spans]
     phases = (f"phase-{phase}" for phase in (Phase.STARTING, Phase.RUNNING))
     working = merge_intervals(np.concatenate([held(phase) for phase in phases]))
-    return {
-        name: utilization.trainer_shares(
-            intersect_intervals(held("live", name), _find_covered(name in run.cut, spans)),
+    time_shares, pulling = {}, {}
+    for name, spans in run.trainers.items():
+        covered = _find_covered(name in run.cut, spans)
+        time_shares[name] = utilization.trainer_shares(
+            intersect_intervals(held("live", name), covered),
             spans,
             held("trainer-free"),
             held(f"phase-{Phase.FINAL_EVALUATION}"),
             working,
         )
-        for name, spans in run.trainers.items()
-    }
-
-
-def _summarize_timing(run: RunFigures) -> dict[str, Any]:
-    held, steps = run.conditions.get_intervals, run.steps
-    trainer_spans = [span for spans in run.trainers.values() for span in spans]
-    time_shares = _trainer_shares(run)
-    pulling = {name: timeline.select_state(spans, "pulling") for name, spans in run.pulls.items()}
-    for name in steps:
+    for name, spans in run.pulls.items():
+        pulling[name] = timeline.select_state(spans, "pulling")
         time_shares[name] = utilization.replica_shares(
             held("live", name),
             timeline.merge_steps([steps[name]]),
@@ -355,7 +340,7 @@ def _summarize_timing(run: RunFigures) -> dict[str, Any]:
         "decode_gap_ratio": utilization.decode_gap_ratio(
             steps,
             {name: held("running", name) for name in steps},
-            publish_windows(trainer_spans, run.published_ns),
+            _find_publishes(trainer_spans, run.published_ns),
             pulling,
         ),
         "publish_stall_share": _publish_stall(run, trainer_spans),
@@ -369,7 +354,7 @@ def _find_covered(cut: bool, spans: list[timeline.TimelineSpan]) -> Intervals:
     return merge_intervals([(first_ns, np.iinfo(np.int64).max)])
 
 
-def publish_windows(spans: list[timeline.TimelineSpan], published_ns: dict[int, int]) -> Intervals:
+def _find_publishes(spans: list[timeline.TimelineSpan], published_ns: dict[int, int]) -> Intervals:
     """Return the times from the copy into the slot to the relay's report of a complete version."""
     return merge_intervals(
         (span.start_ns, max(span.end_ns, published_ns.get(span.version, 0)))
@@ -380,19 +365,18 @@ def publish_windows(spans: list[timeline.TimelineSpan], published_ns: dict[int, 
 
 def _publish_stall(run: RunFigures, spans: list[timeline.TimelineSpan]) -> float | None:
     """Compute the stall over the trained steps whose weights were published, deferred included."""
-    received = {span.step: span.start_ns for span in spans if span.state == "busy"}
-    publishes, made_by = [], set()
-    for row in run.steps_trained:
-        published, index = run.published_ns.get(row["version"]), row["step"] - 1
-        if published is not None and index in received:
-            publishes.append(PublishTiming(received[index], published))
-            made_by.add(row["step"])  # weights are named by the number of steps that made them
+    received = {span.step + 1: span.start_ns for span in spans if span.state == "busy"}
+    publishes = {
+        row["step"]: (received[row["step"]], run.published_ns[row["version"]])
+        for row in run.steps_trained
+        if row["step"] in received and row["version"] in run.published_ns
+    }
     stalls = merge_intervals(
         (span.start_ns, span.end_ns)
-        for span in spans
-        if span.state == "publishing" and span.step in made_by
+        for span in spans  # weights are named by the number of steps that made them
+        if span.state == "publishing" and span.step in publishes
     )
-    return utilization.publish_stall_share(stalls, publishes)
+    return utilization.publish_stall_share(stalls, list(publishes.values()))
 
 
 # --- the file ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Reads   PageData
 Gives   format_headline: (name, text) pairs; list_problems: sentences; format_outcome, groups_line,
         skipped_line, length_line, range_line, first_to_last: parts of them; format_count, a number
-        with its noun
+        with its noun; format_duration
 """
 
 from __future__ import annotations
@@ -269,3 +269,11 @@ def _format_errors(summary: Mapping[str, Any]) -> str:
 
 def format_count(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
+
+
+def format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -11,7 +11,6 @@ and on a cluster.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,13 +28,6 @@ from laminar.analysis.log.timeline import Steps, TimelineSpan, select_state
 
 NEARLY_EMPTY = 8  #: threshold: one in this many slots
 GAPS_MIN = 20  #: fewest intervals for a meaningful 95th percentile
-
-
-class PublishTiming(NamedTuple):
-    """Time from a step's payload to its published weights."""
-
-    received_ns: int
-    published_ns: int
 
 
 def compute_overlap(busy: Intervals, held_back: Intervals, stepping: Intervals) -> float | None:
@@ -88,9 +80,11 @@ def nearly_empty_share(steps: Mapping[str, Steps], slots: Mapping[str, int]) -> 
     return empty / sampling if sampling else None
 
 
-def publish_stall_share(stalls: Intervals, publishes: Sequence[PublishTiming]) -> float | None:
-    """Return the time that publishing blocked the trainer over the time from payload to publish."""
-    whole = sum(p.published_ns - p.received_ns for p in publishes)
+def publish_stall_share(stalls: Intervals, publishes: Sequence[tuple[int, int]]) -> float | None:
+    """Return the time that publishing blocked the trainer over the time from payload to publish.
+
+    `publishes`: both times of each step."""
+    whole = sum(published_ns - received_ns for received_ns, published_ns in publishes)
     return length_ns(stalls) / whole if whole else None
 
 

@@ -13,19 +13,20 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import pyarrow.compute as pc
+import numpy as np
 
 from laminar.analysis.facts.idle_reasons import DOWN, NO_WEIGHTS
 from laminar.analysis.facts.reader import Facts
 from laminar.analysis.facts.replica_facts import BUSY
-from laminar.analysis.why.repack_answers import decision_lines, one_decision
+from laminar.analysis.log.event_clock import format_moment
 from laminar.analysis.why.wording import (
     QUESTION_HINT,
     EventWords,
     Row,
-    format_moment,
+    decision_lines,
     format_time,
     format_times,
+    one_decision,
     sum_by_reason,
     wait_lines,
 )
@@ -92,10 +93,9 @@ def _find_asked(facts: Facts, at: str) -> int | None:
     if seq <= facts.events and seconds <= facts.seconds:
         if seq > facts.begins_at:
             return seq
-        events = facts.table("events", ["event", "time"])
-        before = events.filter(pc.field("time") <= seconds)
-        if before.num_rows:
-            return int(before["event"][-1].as_py())
+        numbers, times = facts.list_times()
+        if count := int(np.searchsorted(times, seconds, "right")):
+            return int(numbers[count - 1])
     raise ConfigError(
         f"--at {at} is outside the log: give a time from 0 s (#1) to "
         f"{format_moment(facts.seconds, facts.events)}"

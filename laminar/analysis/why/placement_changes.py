@@ -14,8 +14,14 @@ from itertools import pairwise
 
 from laminar.analysis.facts.reader import Facts
 from laminar.analysis.facts.repack_reasons import EMPTIED, NOT_STRAGGLING
-from laminar.analysis.why.repack_answers import decision_lines
-from laminar.analysis.why.wording import QUESTION_HINT, EventWords, Row, format_time, format_times
+from laminar.analysis.why.wording import (
+    QUESTION_HINT,
+    EventWords,
+    Row,
+    decision_lines,
+    format_time,
+    format_times,
+)
 from laminar.config import ConfigError
 from laminar.names.ids import Purpose
 

@@ -55,11 +55,10 @@ def _group_lines(facts: Facts, step: Row, waits: Sequence[Row]) -> Iterator[str]
     groups: dict[str, list[Row]] = {}
     for name in ids:
         groups.setdefault(lives[name]["group_id"], []).append(lives[name])
-    complete = {row["group_id"]: row for row in facts.rows("groups", group_id=set(groups))}
     chosen = {"complete": step["ordered"], "complete_event": step["ordered_event"]}
-    for group in groups:
-        if complete.get(group, chosen)["complete"] is None or group not in complete:
-            complete[group] = chosen
+    complete: dict[str, Row] = dict.fromkeys(groups, chosen)
+    found = facts.rows("groups", group_id=set(groups))
+    complete |= {row["group_id"]: row for row in found if row["complete"] is not None}
     free = waits[0]["began_event"] if waits else step["ordered_event"]
     missing = [group for group in groups if complete[group]["complete_event"] > free]
     if missing:

@@ -1,16 +1,20 @@
-"""Wording of times and waits in answers, and of the possible questions.
+"""Wording of times, waits and decisions of repack in answers, and of the possible questions.
 
 Reads   rows of facts
-Gives   format_time, format_times, wait_lines (a wait by its reasons), QUESTION_HINT; EventWords
+Gives   format_time, format_times, wait_lines (a wait by its reasons), one_decision, decision_lines
+        (of repack), QUESTION_HINT; EventWords
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from laminar.analysis.facts.happening import abbreviate_event, describe_event
 from laminar.analysis.facts.reader import Facts
+from laminar.analysis.facts.repack_reasons import REASONS
+from laminar.analysis.log.event_clock import format_moment
 from laminar.events.base import Stamped
 
 QUESTION_HINT = (
@@ -24,10 +28,6 @@ Row = Mapping[str, Any]
 def format_time(row: Row, name: str) -> str:
     """Format a time of a row for display: `45.210 s (#8123)`."""
     return format_moment(row[name], row[f"{name}_event"])
-
-
-def format_moment(seconds: float, event: int) -> str:
-    return f"{seconds:.3f} s (#{event})"
 
 
 def format_times(count: int) -> str:
@@ -51,6 +51,24 @@ def sum_by_reason(parts: Iterable[Row], last: float) -> dict[str, float]:
         seconds = (last if part["ended"] is None else part["ended"]) - part["began"]
         found[part["state"]] = found.get(part["state"], 0.0) + seconds
     return found
+
+
+def one_decision(row: Row) -> str:
+    """Return the sentence about one decision."""
+    detail = f" ({row['detail']})" if row["detail"] else ""
+    return (
+        f"At {format_time(row, 'searched')}, with {row['running']} trajectories of "
+        f"v{row['version']}, repack found: {REASONS[row['reason']]}{detail}."
+    )
+
+
+def decision_lines(rows: Sequence[Row]) -> Iterable[str]:
+    """Yield the count of each reason, with the last time that it applied."""
+    for reason, count in Counter(row["reason"] for row in rows).most_common():
+        last = [row for row in rows if row["reason"] == reason][-1]
+        detail = f" ({last['detail']})" if last["detail"] else ""
+        when = f"{'at' if count == 1 else 'last at'} {format_time(last, 'searched')}"
+        yield f"  {format_times(count)}, {when}: {REASONS[reason]}{detail}"
 
 
 class EventWords:

@@ -23,7 +23,7 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
     for world in (random_world(seed), failing_world(seed)):
         machine, lives, idleness, moments = (
             StateMachine(),
-            trajectory_history.HistoryTracker(),
+            trajectory_history.HistoryTracker(lambda name, row: None),
             ReplicaFacts(lambda name, row: None),
             event_clock.EventClock(),
         )
@@ -31,7 +31,7 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
             commands = machine.handle_event(stamped)
             now = moments.locate_event(stamped)
             changes = lives.record_event(now, stamped, commands, machine.state)
-            idleness.record(Happening(moments, stamped, commands, machine.state, changes))
+            idleness.record(Happening(now, stamped, commands, machine.state, changes))
             assert lives.open.keys() == machine.state.work.trajectories.keys()
             for name, trajectory in machine.state.work.trajectories.items():
                 check(lives.open[name], trajectory)
@@ -40,32 +40,32 @@ def test_lives_say_what_the_state_says(seed: int) -> None:
 
 def check(life: trajectory_history.TrajectoryHistory, trajectory: Trajectory) -> None:
     """Status by status; an end on its way to the store has a higher placement number."""
-    last = life.placement
+    last = life.stay
     if trajectory.status in (
         TrajectoryStatus.DISPATCHED,
         TrajectoryStatus.RUNNING,
         TrajectoryStatus.RELEASING,
         TrajectoryStatus.LOST,
     ):
-        assert (last.number, last.attempt) == (trajectory.placement, trajectory.attempt)
+        assert (last.placement, last.attempt) == (trajectory.placement, trajectory.attempt)
         assert life.finished is life.rewarded is life.ending is None
-        assert (last.left is not None) == (trajectory.status == TrajectoryStatus.LOST)
+        assert (last.left_at is not None) == (trajectory.status == TrajectoryStatus.LOST)
         assert trajectory.status == TrajectoryStatus.LOST or last.replica == trajectory.replica
         assert trajectory.status != TrajectoryStatus.RUNNING or last.started is not None
     elif trajectory.status in (TrajectoryStatus.GENERATED, TrajectoryStatus.REWARDED):
-        assert life.finished == last.left is not None
-        assert life.num_tokens == trajectory.num_tokens
+        assert life.finished == last.left_at is not None
+        assert life.tokens == trajectory.num_tokens
         assert (life.rewarded is not None) == (trajectory.status == TrajectoryStatus.REWARDED)
         assert (life.reward is None) == (trajectory.reward_bits < 0)
     else:
-        assert life.ending is not None and life.end
-        assert last.left is not None
+        assert life.ending is not None and life.outcome
+        assert last.left_at is not None
 
 
 def states_of(idleness: ReplicaFacts) -> dict[str, tuple[str, str]]:
     """The state of each replica that was ever ready, with its figures."""
     rows = [row for table, row in idleness.list_open() if table == "replica_states"]
-    return {row[0]: (row[1], row[7] or "") for row in rows}
+    return {row.replica: (row.state, row.detail or "") for row in rows}
 
 
 def check_idle(idleness: ReplicaFacts, state: State) -> None:
@@ -97,8 +97,8 @@ def test_a_replica_that_was_forgotten_is_free() -> None:
     bench.start()
     bench.replica().running.clear()
     idleness, clock = ReplicaFacts(lambda name, row: None), event_clock.EventClock()
-    clock.locate_event(bench.log[-1][0])
-    idleness.record(Happening(clock, bench.log[-1][0], [], bench.state, []))
+    now = clock.locate_event(bench.log[-1][0])
+    idleness.record(Happening(now, bench.log[-1][0], [], bench.state, []))
     assert states_of(idleness)["rollout-0"] == (FREE, "nothing prevents new work")
 
 
@@ -106,10 +106,7 @@ def test_moments_count_from_the_first_event() -> None:
     world = random_world(1).run()
     moments = event_clock.EventClock()
     first, second = (stamped for stamped, _ in world.log[:2])
-    begin = moments.locate_event(first)
-    assert moments.seconds_since_start(begin) == 0.0
-    later = moments.locate_event(second)
-    assert moments.seconds_since_start(later) == (second.time_ns - first.time_ns) / 1e9
-    assert (
-        moments.format_time(event_clock.Moment(7, begin.unix_ns + 1_500_000_000)) == "1.500 s (#7)"
-    )
+    assert moments.locate_event(first).seconds == 0.0
+    seconds = (second.time_ns - first.time_ns) / 1e9
+    assert moments.locate_event(second).seconds == seconds
+    assert event_clock.format_moment(seconds=1.5, event=7) == "1.500 s (#7)"

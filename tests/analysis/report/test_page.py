@@ -109,11 +109,11 @@ def test_figures_are_those_of_the_run(run: Path) -> None:
     assert told["outcome"] == "complete"
     assert told["reward"] == "0.25 -> 0.75 (first and last step)"
     assert told["eval accuracy"].startswith("1.000 ± 0.000 -> 1.000 ± 0.000 (4 samples")
-    seconds, rate = data.rates.generated
+    seconds, rate = data.rates["generated"]
     assert sum(rate) * data.summary["seconds"] / len(seconds) == pytest.approx(30)
-    trained = sum(data.rates.trained[1]) * data.summary["seconds"] / len(seconds)
+    trained = sum(data.rates["trained"][1]) * data.summary["seconds"] / len(seconds)
     assert trained == pytest.approx(10 + 20 + 30)
-    assert sum(len(xs) for xs, _ in data.lengths.trained.values()) > 0
+    assert sum(len(xs) for xs, _ in data.lengths.values()) > 0
     lengths, scores = data.scores
     assert lengths == [10]  # all have this length, and stay together
     with sqlite3.connect(run / "store.sqlite") as store:

@@ -8,7 +8,6 @@ import pytest
 from laminar.analysis.log.intervals import EMPTY, merge_intervals
 from laminar.analysis.log.timeline import Steps, TimelineSpan, merge_steps
 from laminar.analysis.report import utilization
-from laminar.analysis.report.utilization import PublishTiming
 
 MS = 1_000_000
 
@@ -82,7 +81,7 @@ def test_fewer_than_twenty_gaps_of_a_kind_are_no_basis() -> None:
 
 
 def test_publish_stall_is_a_share_of_the_way_to_published_weights() -> None:
-    publishes = [PublishTiming(0, 400), PublishTiming(1000, 1600)]
+    publishes = [(0, 400), (1000, 1600)]
     stalls = merge_intervals([(300, 320), (1500, 1530)])
     assert utilization.publish_stall_share(stalls, publishes) == pytest.approx(50 / 1000)
     assert utilization.publish_stall_share(stalls, []) is None
