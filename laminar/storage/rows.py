@@ -1,6 +1,6 @@
 """Types and errors that describe the rows of the store.
 
-Gives   PromptKey, PromptCount, LoadedPrompts, Response; DamageError, PayloadRemoved, NotTokenised
+Gives   PromptKey, PromptCount, LoadedPrompts; DamageError, PayloadRemoved, NotTokenised
 """
 
 from __future__ import annotations
@@ -33,16 +33,6 @@ class LoadedPrompts(NamedTuple):
     held_out: Sequence[PromptPayload]
     overlap: int  #: rows excluded from training because their prompt is held out
     digest: str  #: digest of all rows as read
-
-
-class Response(NamedTuple):
-    """The length and the outcome of a response."""
-
-    num_tokens: int
-    reward: float | None
-    version_step: int  #: completed steps of the weights that sampled it
-    trained: int | None  #: 1 if it was trained
-    end_step: int | None  #: index of the batch that trained it, from 0
 
 
 class DamageError(Exception):

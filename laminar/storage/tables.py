@@ -19,7 +19,7 @@ import xxhash
 
 from laminar.storage import payload_files
 from laminar.storage.messages import Extras
-from laminar.storage.rows import PayloadRemoved, PromptKey, Response
+from laminar.storage.rows import PayloadRemoved, PromptKey
 from laminar.storage.rules import TOKEN_BYTES, Chunk, Row, Source, TokenSpan
 from laminar.storage.schema import PAYLOAD_KEPT, PAYLOAD_STEP, ROW_COLUMNS
 from laminar.storage.turn_tables import TurnTables
@@ -182,14 +182,6 @@ class Tables:
         )
         found = self._db.execute(sql, (*wanted.values, before, limit))
         return [(place, Row._make(row)) for place, *row in found]
-
-    def iter_responses(self) -> Iterator[Response]:
-        """Iterate over every complete training response."""
-        sql = (
-            "SELECT num_tokens, reward, COALESCE(version_step, 0), \"end\" = 'trained', end_step "
-            "FROM trajectories WHERE purpose = 'train' AND status != 'open'"
-        )
-        return map(Response._make, self._db.execute(sql))
 
     def trained_steps(self) -> list[int]:
         """Return the indices of the batches that trained something, from 0, in order."""

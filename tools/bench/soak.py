@@ -13,9 +13,9 @@ T_MAX, as a soak makes a hundred such tests. Each half must grow as much, which 
 single step, as of a thread that starts late, do not. Asyncio tasks are not visible from outside.
 Without -c: 64 emulated replicas on four emulated machines, as in tools/bench/ettr.py.
 
-Two reserves fill slowly and are no growth. The store's page cache has at most PAGE_CACHE_MIB: the
-size of the database, up to that, is subtracted from the rss of the store. libzmq touches the queues
-of a connection by its first 512 messages (55 kB in all), so heartbeats are frequent here.
+Two reserves fill slowly and are no growth. Of the store counts what exceeds its first rss by more
+than PAGE_CACHE_MIB, the limit of its page cache. libzmq touches the queues of a connection by its
+first 512 messages (55 kB in all), so heartbeats are frequent here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import numpy as np
 import psutil
 
 from laminar.names.roles import Role
-from laminar.run.directory import STORE_FILE
 from laminar.weights.arena.arena import SHARED_MEMORY
 from tools.bench.ettr import parse_arguments
 from tools.bench.kills import killed_run as kills
@@ -98,18 +97,11 @@ def sample(run_dir: Path, samples: Samples, end: threading.Event) -> None:
         now = time.monotonic()
         for name, pid in kills.find_pids(run_dir).items():
             with suppress(psutil.NoSuchProcess), (each := psutil.Process(pid)).oneshot():
-                rss = each.memory_info().rss / 2**20 - find_page_cache(run_dir, name)
-                samples[name, pid].append((now, rss, each.num_fds(), each.num_threads()))
+                found = (each.memory_info().rss / 2**20, each.num_fds(), each.num_threads())
+                samples[name, pid].append((now, *found))
         arenas = list(SHARED_MEMORY.glob(f"laminar-{run_dir.name}-*"))
         with suppress(FileNotFoundError):  # renamed or removed meanwhile
             samples["run", 0].append((now, sum(p.stat().st_blocks for p in arenas) / 2048))
-
-
-def find_page_cache(run_dir: Path, name: str) -> float:
-    """Return the MiB that the page cache of this process may have; 0 for all but the store."""
-    is_store = name.startswith(Role.STORE)
-    size = (run_dir / STORE_FILE).stat().st_size / 2**20 if is_store else 0.0
-    return min(size, PAGE_CACHE_MIB)
 
 
 def find_slopes(samples: Samples) -> Iterator[dict[str, Any]]:
@@ -118,6 +110,8 @@ def find_slopes(samples: Samples) -> Iterator[dict[str, Any]]:
         times_s, *columns = zip(*rows, strict=True)
         minutes = round((times_s[-1] - times_s[0]) / 60, 1)
         line: dict[str, Any] = {"process": name, "pid": pid, "minutes": minutes, "grows": []}
+        if name.startswith(Role.STORE):
+            columns[0] = tuple(max(rss, columns[0][0] + PAGE_CACHE_MIB) for rss in columns[0])
         slopes = [fit_slope(times_s, column) for column in columns]
         for resource, slope in zip(RESOURCES if pid else ("shm",), slopes, strict=True):
             if slope is not None:

@@ -152,11 +152,8 @@ def upgrade(gate: Gate) -> Figure:
     for number in range(runs):
         with tempfile.TemporaryDirectory() as directory:
             run_dir = Path(directory) / f"upgraded{os.getpid()}-{number}"
-            other, settings = (
-                copy_release(Path(directory)),
-                (*TINY, "trainer.total_training_steps=20"),
-            )
-            with Run(run_dir, str(ROOT / CONFIG), settings, program=other) as training:
+            program = copy_release(Path(directory))
+            with Run(run_dir, str(ROOT / CONFIG), settings, program=program) as training:
                 training.drain()
                 if code := training.end():
                     raise BadRun(f"exit code {code}: {training.said()}")
@@ -166,8 +163,8 @@ def upgrade(gate: Gate) -> Figure:
             if not 0 < before < read_json(run_dir / "status.json")["step"] == 20:
                 raise BadRun(f"stopped at step {before}, then {training.said()}")
             check(run_dir)
-    what = f"{runs} of release {OTHER_RELEASE}, stopped in the middle and resumed with this code"
-    return Figure(f"{what}; all steps done, books agree, log replays", True)
+    done = "stopped in the middle and resumed with this code; all steps done, books agree"
+    return Figure(f"{runs} of release {OTHER_RELEASE}, {done}, log replays", True)
 
 
 def copy_release(directory: Path) -> Path:
