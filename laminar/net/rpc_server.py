@@ -29,6 +29,7 @@ from laminar.net.session import MS, Limits, LinkState, OutboxFull, ServerLink
 from laminar.net.transport import DRAIN_FRAMES, ServerSocket
 
 RETRY_MS = 250  #: the pause before a held request is passed to the handler again
+BODY_BYTES_MAX = Limits().max_body
 
 _encode = msgspec.msgpack.Encoder().encode
 _requests = Family[Request](Request, "a message is not a request: {error}")
@@ -186,7 +187,7 @@ class RpcServer:
         if isinstance(answer, RpcError):
             return _encode(Reply(number, b"", str(answer)))
         reply = _encode(Reply(number, answer))
-        if len(reply) <= Limits().max_body:
+        if len(reply) <= BODY_BYTES_MAX:
             return reply
         return _encode(Reply(number, b"", f"the reply of {len(answer)} bytes is too large"))
 

@@ -61,8 +61,7 @@ class Database(Transactions):
 
     def _fill(self, prompts: LoadedPrompts) -> PromptCount:
         with self._filling:
-            self.load_prompts(prompts.train, prompts.held_out, prompts.digest)
-            return self.prompt_count()
+            return super()._fill(prompts)
 
     def close(self) -> None:
         with self._filling:

@@ -24,6 +24,8 @@ META = {
     "prompts_digest": "",  #: digest of the stored prompt rows, so that an audit needs no data file
 }
 
+PAGE_CACHE_KIB = 64 << 10
+
 WRITER_PRAGMAS = (
     # One writer appends to the log while readers (an audit of a live run) continue undisturbed.
     "PRAGMA journal_mode = WAL",
@@ -33,8 +35,8 @@ WRITER_PRAGMAS = (
     "PRAGMA busy_timeout = 30000",
     # The undo copies of savepoints need not touch the disk.
     "PRAGMA temp_store = MEMORY",
-    # 64 MiB of pages: the rows of the live trajectories stay in memory.
-    "PRAGMA cache_size = -65536",
+    # The rows of the live trajectories stay in memory.
+    f"PRAGMA cache_size = -{PAGE_CACHE_KIB}",
 )
 
 #: Trajectories whose payload may be removed. A batch may be trained again including the rows

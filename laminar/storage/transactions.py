@@ -55,6 +55,9 @@ class Transactions:
 
     async def fill(self, prompts: LoadedPrompts) -> PromptCount:
         """Store the data of a run once (`load_prompts`); return its size."""
+        return self._fill(prompts)
+
+    def _fill(self, prompts: LoadedPrompts) -> PromptCount:
         self.load_prompts(prompts.train, prompts.held_out, prompts.digest)
         return self.prompt_count()
 

@@ -37,6 +37,7 @@ import numpy as np
 import psutil
 
 from laminar.names.roles import Role
+from laminar.storage.schema import PAGE_CACHE_KIB
 from laminar.weights.arena.arena import SHARED_MEMORY
 from tools.bench.ettr import parse_arguments
 from tools.bench.kills import killed_run as kills
@@ -47,7 +48,7 @@ BLOCKS_MIN = 6  #: minutes after the warm-up that a process must have lived
 GROWTH_MAX = 0.01  #: share of the mean, an hour
 T_MAX = 3.5
 RESOURCES = ("rss", "fds", "threads")
-PAGE_CACHE_MIB = 64  #: of the store, see laminar/storage/schema.py
+PAGE_CACHE_MIB = PAGE_CACHE_KIB / 1024  #: of the store
 ENDLESS = ("trainer.total_training_steps=100000", "coordinator.heartbeat_ms=250")
 Samples = defaultdict[tuple[str, int], list[tuple[float, ...]]]
 
