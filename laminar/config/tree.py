@@ -304,7 +304,7 @@ class RecoveryConfig(Section, frozen=True, kw_only=True):
     ] = 3_600.0
     coordinator_restart_ms: Annotated[
         Natural, doc("pause before a dead coordinator is restarted")
-    ] = 1_000
+    ] = 0
 
 
 class SlurmConfig(Section, frozen=True, kw_only=True):

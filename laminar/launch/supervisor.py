@@ -208,8 +208,9 @@ class Supervisor:
 
     def _tell_restart(self, code: int, pause_s: float) -> None:
         what = "cannot write its log" if code == exit_codes.LOG_UNWRITABLE else "ended"
+        when = f" in {pause_s:.1f} s" if pause_s else ""
         self.progress.add_note(
-            f"the coordinator {what} (exit code {code}); restarting it in {pause_s:.1f} s, "
+            f"the coordinator {what} (exit code {code}); restarting it{when}, "
             "everything else continues"
         )
 

@@ -5,12 +5,11 @@ Usage: python -m tools.bench.ettr [-c CONFIG] [--hits 20] [--rate 0.1] [--kinds 
 Prints one JSON line per fault, one per role and one with the ratio; exits 1 if a run fails, its
 books do not agree, its log does not replay or something is left of it.
 
-Two equal runs train side by side. One is fault-free. In the other, --rate of the steps are hit by a
-fault of a process of a random role (tools/bench/kills), each role equally often. As in RobustRL
-(arXiv 2512.22492), ETTR = completed steps x step time of the fault-free run / wall time, from the
-first step on. Without -c: 64 emulated replicas on four emulated machines; steps take seconds, so a
-second of recovery costs far more than with steps of minutes. Such a rate of hits exceeds
-`recovery.max_restarts` within `recovery.restart_window_s` (3600), so both are scaled to the steps.
+Two equal runs train side by side until the last hit. One is fault-free. In the other, --rate of
+the steps are hit by a fault of a process of a random role (tools/bench/kills), each role equally
+often. As in RobustRL (arXiv 2512.22492), ETTR = completed steps x step time of the fault-free run /
+wall time, from the first step on. Without -c: 64 emulated replicas on four emulated machines.
+`recovery.max_restarts` and `recovery.restart_window_s` are scaled to steps of seconds.
 
 noticed_s, joined_s, ready_s, redone_s, next_step_s   as in tools/bench/kills
 cost_s    mean of next_step_s less the time of a fault-free step, by role
@@ -76,7 +75,7 @@ def compute_ratio(twin_s: Sequence[float], hit_s: Sequence[float]) -> tuple[floa
 
 def run_pair(run_dir: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Make both runs, run_dir and its twin; yield the figures."""
-    settings = (*args.settings, f"trainer.total_training_steps={round(args.hits / args.rate)}")
+    settings = (*args.settings, "trainer.total_training_steps=100000")  # drained before
     chance, faults, load = random.Random(args.seed), list[kills.Fault](), list[float]()
     twin, training = (Run(each, args.config, settings) for each in (find_twin(run_dir), run_dir))
     with twin, training:
@@ -91,6 +90,8 @@ def run_pair(run_dir: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]
                 training.until_step(now + 1)
                 load.append(os.getloadavg()[0])
             faults.append(injector.strike(kind, role))
+        training.drain()
+        twin.drain()
     for one in (twin, training):
         check(one.run_dir)
         kills.check_leftovers(one.run_dir)
