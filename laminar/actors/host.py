@@ -4,9 +4,11 @@ Reads   commands of the coordinator
 Emits   events of the actor; ActorFailed and ActorLeft
 
 An actor outlives its coordinator: it finishes its work, idles, and ends by itself only after
-coordinator_timeout_ms. When its own code fails, in a task or in a callback of the event loop, it
-reports that and ends with a non-zero code, so that its node can restart it. It does not outlive its
-node or its run directory; a node whose starter is gone does not wait for another coordinator.
+coordinator_timeout_ms. A node ends, with its processes, after stall_timeout_s if the coordinator
+lives but answers nothing: a supervisor would have restarted it. When an actor's own code fails, in
+a task or in a callback of the event loop, it reports that and ends with a non-zero code, so that
+its node can restart it. It does not outlive its node or its run directory; a node whose starter is
+gone does not wait for another coordinator.
 
 The environment is a Process: a real one (actors/system/process.py), or the simulator's.
 """
@@ -37,6 +39,8 @@ ORPHAN_EXIT_S = 20.0
 UNHEARD = (exit_codes.COORDINATOR_ABSENT, exit_codes.FENCED)
 """Exit codes of processes that no longer have a coordinator to report to."""
 WATCH_S = 0.5
+PROBE_S = 5.0  #: interval at which a node checks whether a silent coordinator lives
+REPORTS = 4  #: reports of work in the time after which a run counts as stalled
 ACKNOWLEDGED_POLL_S = 0.1
 REASON_CHARS_MAX = 2_000
 """The longest reason of a failure, which goes to every process; the log has all of it."""
@@ -95,6 +99,10 @@ class Process(Protocol):
     @property
     def silent_ns(self) -> int:
         """Nanoseconds since the coordinator was last heard."""
+        ...
+
+    async def is_coordinator_listening(self) -> bool:
+        """Return whether a process accepts connections at the coordinator's address."""
         ...
 
     @property
@@ -196,6 +204,7 @@ class Host:
         self._stop = asyncio.Event()
         self._begin = asyncio.Event()  #: set by the first welcome, or by an earlier end
         self._failure: tuple[ev.ActorFailed, int] | None = None  #: with the exit code
+        self._emitted = 0  #: number of events sent
         self._tasks: dict[asyncio.Task[Any], None] = {}  #: running tasks, in order of creation
         process.join(self)
 
@@ -204,6 +213,7 @@ class Host:
     def emit(self, event: Event, **context: Any) -> None:
         """Send an event; it is kept and resent until the coordinator has it on disk."""
         self.process.send(event)
+        self._emitted += 1
         self.log.info(type(event).__struct_config__.tag, **context)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -260,6 +270,10 @@ class Host:
         await self.process.start()
         self.spawn(self.process.wait_closed())
         self.spawn(self._watch_coordinator(self.config.coordinator.coordinator_timeout_ms / 1000))
+        if self.role == "node":
+            limit_s = self.config.coordinator.stall_timeout_s
+            self.spawn(self._watch_coordinator(limit_s, alive=True))
+        self.spawn(self._report_work())
         self.spawn(self._watch_directory())
         try:
             await self._begin.wait()
@@ -323,13 +337,32 @@ class Host:
         except (OutboxFull, LinkClosed) as error:
             self.log.warning("event-not-sent", message=str(event), reason=str(error))
 
-    async def _watch_coordinator(self, absent_max_s: float) -> None:
-        """End the process when the coordinator has been silent for too long."""
-        while (absent_s := self.process.silent_ns / 1e9) <= absent_max_s:
-            await asyncio.sleep(absent_max_s - absent_s + WATCH_S)
+    async def _watch_coordinator(self, silent_max_s: float, *, alive: bool = False) -> None:
+        """End the process if the coordinator is silent for too long; `alive`: only if it lives."""
+        while True:
+            if (silent_s := self.process.silent_ns / 1e9) <= silent_max_s:
+                await asyncio.sleep(silent_max_s - silent_s + WATCH_S)
+            elif not alive or await self.process.is_coordinator_listening():
+                break
+            else:
+                await asyncio.sleep(PROBE_S)
         if not self._stop.is_set():
-            reason = f"the coordinator was silent for {absent_s:.0f} s"
+            reason = _describe_silence(silent_s, alive=alive)
+            if self.role == "node":
+                again = f"to continue, start laminar-coord {self.run_dir} again, then the nodes"
+                self.notify_user(f"this machine's processes end: {reason}; {again}")
             self.fail_process(reason, exit_codes.COORDINATOR_ABSENT)
+
+    async def _report_work(self) -> None:
+        """Report at intervals work that no event has shown: a process may have one long order."""
+        reported = self.process.work_count
+        while True:
+            emitted = self._emitted
+            await asyncio.sleep(self.config.coordinator.stall_timeout_s / REPORTS)
+            count = self.process.work_count
+            if count != reported and emitted == self._emitted:
+                self.process.send_gauge(ev.WorkProgress(count=count))
+            reported = count
 
     async def _watch_directory(self) -> None:
         """End the process once its directory is no longer the one that was locked."""
@@ -397,6 +430,12 @@ class Host:
         if code == exit_codes.LOG_UNWRITABLE:
             self.notify_user(f"the disk fails, this process ends: {error}")
         self.log.error(what, exc_info=error)
+
+
+def _describe_silence(silent_s: float, *, alive: bool) -> str:
+    if alive:
+        return f"the coordinator lives, but has answered nothing for {silent_s:.0f} s: kill it"
+    return f"the coordinator was silent for {silent_s:.0f} s"
 
 
 def _describe_failure(reason: str, exit_code: int, error: BaseException | None) -> ev.ActorFailed:

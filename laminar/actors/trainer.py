@@ -64,7 +64,6 @@ ROUNDING = (
     "prompts_once",
 )
 """The facts of a checkpoint that determine whether a repeated step gives the same bytes."""
-REPORTS = 4  #: reports of work in the time after which a run counts as stalled
 PROBE_OUTLIER = 10.0  #: factor by which a single token may exceed the tolerance
 
 
@@ -152,7 +151,6 @@ class Trainer:
             self._remove_payloads,
         )
         self.host.spawn(self._run_jobs(self.publisher, self.checkpoints))
-        self.host.spawn(_report_work(self.host))
         parameters = sum(math.prod(shape) for _, shape in layout.shapes)
         found = await self.checkpoints.find_checkpoints()
         await check_weights(self.host, self.learner, None if found else dtype)
@@ -365,16 +363,6 @@ class Trainer:
             raise RuntimeError("no slot of the relay became free for the export")
         exported = ev.ModelExported(version=command.version, path=str(directory))
         self.host.emit(exported, event_seq=order.cause, version=command.version)
-
-
-async def _report_work(host: Host) -> None:
-    """Report at intervals that work has been done; a long step has no other events."""
-    reported = host.process.work_count
-    while True:
-        await host.sleep_for(host.config.coordinator.stall_timeout_s / REPORTS)
-        if (count := host.process.work_count) != reported:
-            reported = count
-            host.send_gauge(ev.WorkProgress(count=count))
 
 
 async def check_weights(host: Host, learner: TrainerModel, dtype: str | None) -> None:

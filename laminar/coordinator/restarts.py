@@ -5,7 +5,9 @@ Gives   Restart with a pause, or GiveUp with the failure
 
 Pure: the supervisors of a real run and of the simulator both call it. The pause doubles while
 coordinators end soon after their start. A coordinator that cannot write its log is restarted for
-`disk_full_timeout_s`, without a limit on attempts; all other deaths have a limit.
+`disk_full_timeout_s`, without a limit on attempts; all other deaths have a limit. One that was
+killed because it stood still is restarted once: if the next one stands still within
+`stall_timeout_s`, the run ends.
 """
 
 from __future__ import annotations
@@ -46,17 +48,27 @@ class GiveUp:
 class Restarts:
     """The deaths of the coordinators of one run."""
 
-    def __init__(self, pause_s: float, disk_full_timeout_s: float) -> None:
+    def __init__(self, pause_s: float, disk_full_timeout_s: float, stall_timeout_s: float) -> None:
         """Set the pause before the first restart, and how long a disk may stay full."""
         self._pause_s, self._disk_wait_s = pause_s, disk_full_timeout_s
+        self._stall_s = stall_timeout_s
+        self._stood_still = False  #: whether the last coordinator was killed for that
         self._deaths = 0  #: deaths for other reasons than the disk
         self._in_a_row = 0  #: deaths soon after a start, in a row
         self._disk_since_s: float | None = None  #: time since which no coordinator could write
 
-    def decide_restart(self, code: int, served_s: float, now_s: float) -> Restart | GiveUp:
-        """Decide after a coordinator ended with `code` (negative: by a signal) after `served_s`."""
+    def decide_restart(
+        self, code: int, served_s: float, now_s: float, *, stood_still: bool = False
+    ) -> Restart | GiveUp:
+        """Decide after a coordinator ended with `code` (negative: by a signal) after `served_s`.
+
+        `stood_still`: it was killed because it made no more turns."""
         if code in exit_codes.FINAL:
             return GiveUp(code)
+        before, self._stood_still = self._stood_still, stood_still
+        if before and stood_still and served_s < self._stall_s:
+            what = f"it stood still again, {served_s:.0f} s after its restart for that reason"
+            return GiveUp.after_failure(FailureKind.STALLED, COORDINATOR, what)
         if served_s >= SERVED_S:
             self._in_a_row, self._disk_since_s = 0, None
         self._in_a_row += 1

@@ -4,10 +4,12 @@ Reads   every event, the state after it; the table of waits (core/waits.py)
 Gives   RunStalled, which is logged and names the awaited event and its owner
 
 Pure. Events of actors move the run, except reports of trouble; so do more tokens, and the gauge of
-a process that works on one order for long. A wait that has not reached its deadline does not count
-as a stall: it is limited by a setting of the user, or nothing counts the work. Only the work of
-COUNTED is awaited no longer than `coordinator.stall_timeout_s`. A deadline that is set again and
-again excuses nothing: the wait must have begun soon after the last movement.
+a process that works on one order for long: passes of a model, bytes that it read, wrote or sent. A
+wait that has not reached its deadline does not count as a stall: it is limited by a setting of the
+user, or another process does the work. Only the work of COUNTED is awaited no longer than
+`coordinator.stall_timeout_s`. A deadline that is set again and again excuses nothing: the wait must
+have begun soon after the last movement. If nothing at all is awaited, the coordinator itself holds
+the run up.
 
 A coordinator that was paused has seen nothing move: its time begins again after that.
 """
@@ -22,8 +24,15 @@ from laminar.events.base import COORDINATOR, Stamped, get_tag
 
 WATCHED = (Phase.RUNNING, Phase.EXPORTING, Phase.FINAL_EVALUATION)
 """Phases in which work remains; a start and an end have their own deadlines."""
-COUNTED = (get_tag(ev.StepCompleted), get_tag(ev.StepRepeated), get_tag(ev.TrajectoryFinished))
-"""Awaited events whose work is counted: passes of the trainer, tokens."""
+COUNTED = (
+    get_tag(ev.StepCompleted),
+    get_tag(ev.StepRepeated),
+    get_tag(ev.CheckpointLoaded),
+    get_tag(ev.CheckpointSaved),
+    get_tag(ev.ModelExported),
+    get_tag(ev.TrajectoryFinished),
+)
+"""Awaited events whose work is counted: passes and bytes of the trainer, tokens."""
 TROUBLE = (ev.ActorFailed, ev.ActorLeft, ev.ProcessExited, ev.RelayLinked, ev.PublishSkipped)
 """Events of actors that move nothing."""
 LOOKS = 60  #: checks in a stall's time
@@ -52,7 +61,8 @@ class StallDetector:
         if idle_ns < self._stall_ns or time_ns < self._next_ns:
             return None
         self._next_ns = time_ns + self._stall_ns // LOOKS
-        wait = self._find_overdue(list_waits(state), time_ns)
+        waits = list_waits(state) or [_await_decision(state, time_ns)]
+        wait = self._find_overdue(waits, time_ns)
         if wait is None:
             return None
         self._moved_ns = time_ns
@@ -77,6 +87,12 @@ class StallDetector:
     def _has_time(self, wait: Wait, time_ns: int) -> bool:
         began = wait.since_ns <= self._moved_ns + self._stall_ns
         return began and wait.until_ns is not None and wait.until_ns > time_ns
+
+
+def _await_decision(state: State, time_ns: int) -> Wait:
+    """Return the wait of a run in which work remains, but no process has a command."""
+    names = f"step {state.steps.chosen + 1}", "any command", COORDINATOR, "none is outstanding"
+    return Wait(*names, time_ns, None, "the run ends")
 
 
 def _is_movement(stamped: Stamped, state: State) -> bool:

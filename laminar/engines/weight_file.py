@@ -15,6 +15,7 @@ import torch
 
 from laminar.engines.mapped_file import MappedFile
 from laminar.engines.protocol import TensorPlace, WeightSource
+from laminar.run.work_counter import count_work
 
 
 def whole_among(places: Sequence[TensorPlace], num_bytes: int) -> int:
@@ -37,3 +38,4 @@ class MappedWeights(MappedFile):
                 warnings.simplefilter("ignore")
                 flat = torch.frombuffer(data, dtype=dtype, count=count, offset=start)
             yield place.name, flat.view(place.shape)
+            count_work()

@@ -57,7 +57,7 @@ class ProcessExited(Event, frozen=True, kw_only=True):
 class WorkProgress(Event, frozen=True, kw_only=True):
     """A process works on one order for long: a gauge, reported only when the count has changed."""
 
-    count: int  #: pieces of work since its start, such as passes of the model
+    count: int  #: pieces of work since its start: passes of the model, blocks of bytes
 
 
 class DataLoaded(Event, frozen=True, kw_only=True):

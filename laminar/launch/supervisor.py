@@ -109,7 +109,9 @@ class Supervisor:
         names = config.node_names if nodes is None else nodes
         self._nodes = NodeRestarter(config, names, self._start_node, self.progress.add_note)
         self._restarts = Restarts(
-            config.recovery.coordinator_restart_ms / 1000, config.coordinator.disk_full_timeout_s
+            config.recovery.coordinator_restart_ms / 1000,
+            config.coordinator.disk_full_timeout_s,
+            config.coordinator.stall_timeout_s,
         )
 
     def run(self) -> GiveUp:
@@ -156,7 +158,12 @@ class Supervisor:
             if code is None or again_s is not None:
                 self._start_late_nodes()
                 continue
-            verdict = self._restarts.decide_restart(code, self._coordinator.served_s(now), now)
+            verdict = self._restarts.decide_restart(
+                code,
+                self._coordinator.served_s(now),
+                now,
+                stood_still=self._coordinator.stood_still,
+            )
             if isinstance(verdict, GiveUp):
                 return verdict
             again_s = now + verdict.pause_s
@@ -328,6 +335,7 @@ class CoordinatorProcess:
         self._since_s: float | None = None
         self._still = 0  #: polls since its last turn, after its first
         self._turned = False
+        self.stood_still = False  #: whether it was killed because it made no more turns
 
     def poll(self, now_s: float) -> int | None:
         """Return the coordinator's exit code, if it has ended."""
@@ -351,6 +359,7 @@ class CoordinatorProcess:
         if not self._turned or self._still * POLL_S <= STILL_S:
             return False
         self._still = 0  # it may take a while to end, in an uninterruptible call
+        self.stood_still = True
         self.process.kill()
         return True
 

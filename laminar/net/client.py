@@ -74,6 +74,18 @@ def read_address(path: Path) -> str | None:
     return found.address
 
 
+async def accepts_connections(address: str) -> bool:
+    """Return whether a process listens at "tcp://host:port"; it need not answer anything."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        async with asyncio.timeout(GONE_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError:  # refused or, as a TimeoutError, unanswered
+        return False
+    writer.close()
+    return True
+
+
 def coordinator_address(path: Path) -> str | None:
     """Return the coordinator's address for a process that joins; RunOver if the run has ended."""
     found = _read(path)

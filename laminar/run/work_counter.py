@@ -1,8 +1,8 @@
 """The work that this process has done: a counter that shows whether it still moves.
 
 Reads   nothing
-Gives   count_work, called where a long piece of work advances (a pass of the model, a tensor of a
-        file); get_work_count
+Gives   count_work, called where a long piece of work advances: a pass of the model, a block or a
+        tensor that is read, written, hashed or sent, a commit; get_work_count
 
 Threads may call both: a lost increment does no harm, since only a change counts.
 """

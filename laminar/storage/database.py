@@ -23,6 +23,7 @@ from laminar.config import ConfigError
 from laminar.names.ports import DiskError, is_transient
 from laminar.run.fail_points import FailPoints
 from laminar.run.permissions import open_private
+from laminar.run.work_counter import count_work
 from laminar.storage import messages as m
 from laminar.storage import payload_files, schema
 from laminar.storage.rows import LoadedPrompts, NotTokenised, PromptCount
@@ -43,6 +44,7 @@ class Database(Transactions):
         self._folder = payload_files.folder_of(path)
         self._fail_points = FailPoints(path.parent)
         self._filling = threading.Lock()
+        self._changes = 0  #: rows changed so far
         with ExitStack() as opened:
             self._lock = WriterLock(path, incarnation)
             opened.callback(self._lock.close)
@@ -83,6 +85,9 @@ class Database(Transactions):
         return replies
 
     def _before_commit(self) -> None:
+        changes, self._changes = self._changes, self._db.total_changes
+        if changes != self._changes:
+            count_work()
         self._fail_points.hit_failpoint("store-commit")
 
     def _unlink_unnamed(self) -> None:

@@ -23,6 +23,8 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from laminar.run.work_counter import count_work
+
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 ALIGNMENT = 8  #: the header is padded with spaces to a multiple of this
 BLOCK_BYTES = 1 << 24  #: in one write
@@ -173,5 +175,6 @@ def _write_at(fd: int, tensor: Tensor, offset: int, digests: SpanDigests) -> Non
     left = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     while left:
         written = os.pwrite(fd, left[:BLOCK_BYTES], offset)
+        count_work()
         digests.update(offset, left[:written])
         left, offset = left[written:], offset + written

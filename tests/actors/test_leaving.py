@@ -48,27 +48,17 @@ def fails(reason: str) -> ev.ActorFailed:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_who_is_ended_by_a_signal_says_so(run_dir: Path, number: signal.Signals) -> None:
-    host = real_host(run_dir, "rollout-0", "rollout")
-    running = asyncio.create_task(host.run(Idle()))
-    await asyncio.sleep(0)
-    os.kill(os.getpid(), number)
-    assert await running == exit_codes.TERMINATED
-    assert host._failure == (fails(f"ended by {number.name}"), exit_codes.TERMINATED)
-
-
-async def test_who_is_terminated_has_not_failed(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_who_is_ended_by_a_signal_says_so_and_has_not_failed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr("laminar.net.client.ControlClient.incarnation", 1)
-    host = real_host(run_dir, "rollout-0", "rollout")
-    said: list[Any] = []
+    host, said = real_host(run_dir, "rollout-0", "rollout"), list[Any]()
     monkeypatch.setattr(host, "emit", said.append)
     running = asyncio.create_task(host.run(Idle()))
     await asyncio.sleep(0)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert await running == exit_codes.TERMINATED
-    assert said == [ev.ActorLeft()]
+    os.kill(os.getpid(), number)
+    assert await running == exit_codes.TERMINATED and said == [ev.ActorLeft()]
+    assert host._failure == (fails(f"ended by {number.name}"), exit_codes.TERMINATED)
 
 
 @pytest.mark.parametrize(("role", "code"), [("node", exit_codes.PAUSED), ("store", 0)])

@@ -54,12 +54,12 @@ def test_what_ended_a_coordinator_decides_its_exit_code(error: Exception, code: 
 
 @pytest.mark.parametrize("code", exit_codes.FINAL)
 def test_a_run_that_ended_is_over(code: int) -> None:
-    assert Restarts(1.0, 300.0).decide_restart(code, 0.0, 0.0) == GiveUp(code)
+    assert Restarts(1.0, 300.0, 300.0).decide_restart(code, 0.0, 0.0) == GiveUp(code)
 
 
 @pytest.mark.parametrize("code", [exit_codes.CRASHED, -9, 99])
 def test_a_death_is_followed_by_a_start_with_a_growing_pause_up_to_a_limit(code: int) -> None:
-    restarts = Restarts(1.0, 300.0)
+    restarts = Restarts(1.0, 300.0, 300.0)
     pauses = [pause(restarts.decide_restart(code, 0.1, 0.0)) for _ in range(DEATHS_MAX)]
     assert pauses[:4] == [1.0, 2.0, 4.0, 8.0] and set(pauses[4:]) == {PAUSE_MAX_S}
     last = restarts.decide_restart(code, 0.1, 0.0)
@@ -68,15 +68,26 @@ def test_a_death_is_followed_by_a_start_with_a_growing_pause_up_to_a_limit(code:
 
 
 def test_a_coordinator_that_had_worked_is_started_again_at_once() -> None:
-    restarts = Restarts(1.0, 300.0)
+    restarts = Restarts(1.0, 300.0, 300.0)
     for _ in range(5):
         restarts.decide_restart(exit_codes.CRASHED, 0.0, 0.0)
     assert pause(restarts.decide_restart(exit_codes.CRASHED, SERVED_S, 0.0)) == 1.0
 
 
+@pytest.mark.parametrize(("served_s", "again"), [(299.0, False), (300.0, True)])
+def test_a_coordinator_that_stood_still_is_restarted_once(served_s: float, again: bool) -> None:
+    restarts = Restarts(0.0, 300.0, 300.0)
+    assert isinstance(restarts.decide_restart(-9, 1.0, 0.0, stood_still=True), Restart)
+    verdict = restarts.decide_restart(-9, served_s, 400.0, stood_still=True)
+    assert isinstance(verdict, Restart) is again
+    if isinstance(verdict, GiveUp):
+        assert verdict.failure.kind == FailureKind.STALLED
+        assert "coordinator holds the run up: it stood still again" in verdict.failure.sentence
+
+
 def test_a_full_disk_is_waited_for_as_long_as_the_config_says() -> None:
     """However often that is: the deaths for want of room do not count to the limit."""
-    restarts, now, tries = Restarts(0.0, 300.0), 0.0, 0
+    restarts, now, tries = Restarts(0.0, 300.0, 300.0), 0.0, 0
     while isinstance(
         verdict := restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.2, now), Restart
     ):
@@ -86,7 +97,7 @@ def test_a_full_disk_is_waited_for_as_long_as_the_config_says() -> None:
 
 
 def test_room_in_between_begins_the_wait_anew() -> None:
-    restarts = Restarts(1.0, 300.0)
+    restarts = Restarts(1.0, 300.0, 300.0)
     assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.0, 0.0), Restart)
     assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, SERVED_S, 299.0), Restart)
     assert isinstance(restarts.decide_restart(exit_codes.LOG_UNWRITABLE, 0.0, 598.0), Restart)

@@ -10,6 +10,8 @@ from laminar.core.state.failures import FailureKind
 from laminar.events import commands as cmd
 from laminar.events import events as ev
 from laminar.events.base import COORDINATOR, Event, Stamped
+from tests.core.steps.test_step_replay import checkpoint, come_back, save
+from tests.core.steps.test_step_replay import run as trained_bench
 from tools.kit.bench import Bench, only, start_bench
 from tools.kit.sim_worlds import calm, ran
 
@@ -107,6 +109,33 @@ def test_a_step_of_twenty_minutes_is_no_stall_as_long_as_passes_are_counted() ->
     assert run.bench.now_ms >= 1_200_000
     ((second, _),) = run.pass_time(STALL_S)
     assert second == STALL_S
+
+
+@pytest.mark.parametrize(("reports", "noticed"), [(0, STALL_S), (1, STALL_S + 200)])
+def test_a_checkpoint_is_loaded_as_long_as_its_bytes_are_counted(
+    reports: int, noticed: int
+) -> None:
+    bench = trained_bench(3, in_training=True, max_staleness=0)
+    bench.load_all()
+    save(bench, 1)
+    bench.kill("trainer-0")
+    come_back(bench, checkpoint(bench, 1))
+    run = Watched(bench)
+    for count in range(1, reports + 1):
+        assert run.pass_time(200) == []
+        run.note("trainer-0", ev.WorkProgress(count=count))
+    ((second, stalled),) = run.pass_time(STALL_S)
+    assert second + 200 * reports == noticed
+    assert (stalled.awaited, stalled.owner) == ("checkpoint-loaded", "trainer-0")
+
+
+def test_a_run_in_which_nothing_is_awaited_is_held_up_by_the_coordinator() -> None:
+    run = training()
+    run.bench.state.orders.timers.clear()
+    ((second, stalled),) = run.pass_time(STALL_S)
+    assert second == STALL_S and (stalled.owner, stalled.waiter) == (COORDINATOR, "step 2")
+    failed = run.bench.state.run.failed
+    assert failed is not None and "none is outstanding" in failed.detail
 
 
 def test_a_wait_within_its_own_deadline_is_no_stall_but_one_that_is_set_again_is() -> None:

@@ -334,7 +334,7 @@ def test_an_exception_of_the_core_ends_the_coordinator(
     assert raised.value.stamped.event == READY
     failure, code = find_failure(raised.value), exit_codes.FAILED
     assert failure.kind == FailureKind.NOT_HANDLED and failure.kind.record.exit_code == code
-    assert Restarts(0.0, 300.0).decide_restart(code, 9.0, 9.0) == GiveUp(code)
+    assert Restarts(0.0, 300.0, 300.0).decide_restart(code, 9.0, 9.0) == GiveUp(code)
     assert failure.detail.startswith(
         "trainer-ready, message 1 of trainer-0 (incarnation 1) cannot be handled"
     )

@@ -167,13 +167,17 @@ def test_by_force_kills_what_does_not_listen(tmp_path: Path) -> None:
     assert supervisor._coordinator.process.returncode == -signal.SIGKILL
 
 
-def test_a_coordinator_that_stands_still_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stalls", "kind"), [(1, None), (2, FailureKind.STALLED)])
+def test_a_coordinator_that_stands_still_is_replaced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stalls: int, kind: FailureKind | None
 ) -> None:
     monkeypatch.setattr(supervisor_module, "STILL_S", 0.2)
-    supervisor = StandIns(tmp_path / "run", "SIGTERM", STAND_STILL, exit_codes.COMPLETE)
-    assert supervisor.run().code == exit_codes.COMPLETE
-    assert supervisor.codes == [] and supervisor.heard.read_text() == "drain SIGTERM\n"
+    stands = [STAND_STILL] * stalls
+    supervisor = StandIns(tmp_path / "run", "SIGTERM", *stands, exit_codes.COMPLETE)
+    over = supervisor.run()
+    assert (over.failure.kind if over.failure else None) == kind
+    assert len(supervisor.codes) == stalls - 1
+    assert kind or supervisor.heard.read_text() == "drain SIGTERM\n"
 
 
 def test_one_that_never_told_of_a_turn_still_starts(

@@ -143,3 +143,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.fixture
 def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
     return laminar
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that lets a disk fail or hang: failing_disk.c."""
+    built = tmp_path_factory.mktemp("shim") / "failing_disk.so"
+    source = Path(__file__).with_name("failing_disk.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
+    return built

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import time
 from pathlib import Path
 
@@ -27,14 +26,6 @@ SETTINGS = [
     "emulation.train_s=0.3",
     "emulation.median_response=60",
 ]
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = tmp_path_factory.mktemp("shim") / "failing_disk.so"
-    source = Path(__file__).with_name("failing_disk.c")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
-    return built
 
 
 @pytest.mark.process

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +59,11 @@ def test_a_host_of_agents_that_stands_still_is_named(tmp_path: Path) -> None:
     assert found
 
 
+def find_waits(run: Run, event: str) -> list[dict[str, str]]:
+    waits = read_json(run.run_dir / "status.json").get("waits", [])
+    return [wait for wait in waits if wait["event"] == event]
+
+
 class Hanging:
     """A run of the words recipe whose functions hang as long as a file exists."""
 
@@ -77,8 +84,7 @@ class Hanging:
         self.run = Run(directory / "run", WORDS, settings)
 
     def waits(self, event: str) -> list[dict[str, str]]:
-        waits = read_json(self.run.run_dir / "status.json").get("waits", [])
-        return [wait for wait in waits if wait["event"] == event]
+        return find_waits(self.run, event)
 
 
 @pytest.fixture
@@ -135,3 +141,35 @@ def test_a_step_that_never_ends_restarts_its_trainer_once_then_ends_the_run(
     done = laminar("train", "--resume", str(run.run_dir), steps)
     assert done.returncode == 0, done.stdout + done.stderr
     check_books(Finished(run.run_dir, 0, done.stdout))
+
+
+def test_a_checkpoint_that_never_loads_is_named_and_its_trainer_restarted(
+    tmp_path: Path, shim: Path
+) -> None:
+    """Its file server no longer answers; the deadline of the load itself is half an hour."""
+    run_dir, flag = tmp_path / "run", tmp_path / "flag"
+    environment = {"LD_PRELOAD": shim, "FAILING_DIR": run_dir, "FAILING_FLAG": flag}
+    settings = [
+        *(s for s in SMALL if not s.startswith(("trainer.total", "trainer.save"))),
+        "trainer.total_training_steps=1000",
+        "trainer.save_freq=1",
+        f"coordinator.stall_timeout_s={STALL_S}",
+    ]
+    run = Run(run_dir, WORDS, settings, {name: str(path) for name, path in environment.items()})
+    try:
+        run.until_step(3)
+        flag.write_text("9999")
+        os.kill(read_json(run_dir / "status.json")["processes"]["trainer-0"], signal.SIGKILL)
+        run.until(lambda: bool(find_waits(run, "checkpoint-loaded")), "the checkpoint is awaited")
+        run.until(lambda: bool(find_waits(run, "process-exited")), "the trainer is restarted")
+        flag.unlink()
+        step = run.step()
+        run.until_step(step + 2)
+        stalled = [e for e in read_events(run_dir) if isinstance(e, ev.RunStalled)]
+        assert [(e.owner, e.awaited) for e in stalled] == [("trainer-0", "checkpoint-loaded")]
+        run.drain()
+        assert run.end() == 0, run.said()
+    finally:
+        flag.unlink(missing_ok=True)
+        run.close()
+    check_books(Finished(run_dir, 0, run.said()))

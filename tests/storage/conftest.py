@@ -11,10 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tools.kit.store_samples import MEMORY
+from laminar.storage.database import Database
+from tools.kit.store_samples import MEMORY, filled
 
 
 @pytest.fixture
 def path() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         yield Path(folder) / "store.sqlite"
+
+
+@pytest.fixture
+def database(path: Path) -> Iterator[Database]:
+    database = filled(path)
+    yield database
+    database.close()

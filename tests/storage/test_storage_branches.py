@@ -59,18 +59,6 @@ def play(*, read: dict[int, tuple[int, ...]] | None = None) -> Iterator[m.Reques
         yield finish(NAME, count, placement=turn + 1)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store.sqlite"
-
-
-@pytest.fixture
-def database(path: Path) -> Iterator[Database]:
-    database = filled(path)
-    yield database
-    database.close()
-
-
 def test_paths_of_a_tree() -> None:
     assert list_paths(PARENTS, 6) == [[1, 3], [0, 2, 4], [0, 2, 5]]
     assert list_paths((), 3) == [[0, 1, 2]] and find_path(PARENTS, 4) == [0, 2, 4]

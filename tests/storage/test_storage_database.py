@@ -12,6 +12,7 @@ import pytest
 from laminar.config import ConfigError
 from laminar.events.families import MESSAGE_BYTES_MAX
 from laminar.names.ports import DiskError
+from laminar.run.work_counter import get_work_count
 from laminar.storage import books, payload_files, rules
 from laminar.storage import messages as m
 from laminar.storage.database import Database
@@ -32,13 +33,6 @@ from tools.kit.store_samples import (
     prompt,
     reward,
 )
-
-
-@pytest.fixture
-def database(path):
-    database = filled(path)
-    yield database
-    database.close()
 
 
 def test_what_a_reward_gave_besides_the_score_is_kept_with_it(database):
@@ -74,6 +68,15 @@ def test_a_whole_life(database):
     assert (kept.group_id, kept.sibling, kept.purpose, kept.row_index) == ("0.1", 0, "train", 1)
     assert kept.digest == rules.digest_payload(kept.tokens, kept.logprobs)
     assert kept.prompt_ids == ints(100, 1) and m.decode_prompt(kept.prompt) == prompt(1)
+
+
+def test_what_is_written_counts_as_work_and_what_is_read_does_not(database):
+    before = get_work_count()
+    answers(database, *LIFE[:2])
+    written = get_work_count()
+    assert written > before
+    fetched(database, "0.1.0")
+    assert get_work_count() == written
 
 
 def test_open_tells_how_far_it_got(database):

@@ -37,18 +37,11 @@ SLOW = msgspec.structs.replace(DONE, seconds=1.5)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store.sqlite"
-
-
-@pytest.fixture
 def database(path: Path) -> Iterator[Database]:
     """With a turn that has ended."""
     database = filled(path)
-    assert set(answers(database, open_(NAME), append(NAME, (1, 2)), finish(NAME, 2))) <= {
-        "open",
-        "ok",
-    }
+    answered = answers(database, open_(NAME), append(NAME, (1, 2)), finish(NAME, 2))
+    assert set(answered) <= {"open", "ok"}
     yield database
     database.close()
 

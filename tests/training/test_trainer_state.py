@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from xxhash import xxh3_128_hexdigest
 
 from laminar.config import ConfigError
+from laminar.run.work_counter import get_work_count
 from laminar.training import distributed_learner, trainer_state
 from laminar.training.checkpoints import checkpoint
 from laminar.training.checkpoints.checkpoint import iter_moments
@@ -148,6 +149,18 @@ async def test_one_flipped_bit_is_refused(
     flip_bit(directory / name)
     with pytest.raises(CheckpointError, match=rf"step_2 .*{name} is damaged"):
         load_checkpoint(directory, trained.learner)
+
+
+async def test_bytes_of_a_checkpoint_are_counted_as_work(
+    tmp_path: Path, run: Callable[..., Run]
+) -> None:
+    trained = run()
+    counted = get_work_count()
+    directory = await trained.save(tmp_path / "step_2")
+    written = get_work_count()
+    load_checkpoint(directory, trained.learner)
+    tensors = len(list(trained.learner.policy.model.parameters()))
+    assert written >= counted + tensors and get_work_count() >= written + tensors
 
 
 async def test_what_changes_before_it_is_digested_is_refused(

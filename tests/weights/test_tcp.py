@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from laminar.run.work_counter import get_work_count
 from laminar.weights.arena.region import Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.tcp import Connection
@@ -38,8 +39,9 @@ class Sender:
 
 def test_what_is_sent_is_the_part_of_the_file(tmp_path: Path) -> None:
     sender = Sender(tmp_path / "slot")
+    counted = get_work_count()
     sender.connection.flush()
-    assert sender.connection.idle
+    assert sender.connection.idle and get_work_count() == counted + 1
     assert sender.theirs.recv(1 << 16)[wire.HEADER_BYTES :] == BYTES[256:]
 
 

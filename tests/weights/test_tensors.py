@@ -8,6 +8,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from laminar.run.work_counter import get_work_count
 from laminar.weights.arena.arena import Arena
 from laminar.weights.version import manifest as mf
 from laminar.weights.version.hashes import WeightsCorrupt, compute_checksums, verify_weights
@@ -200,7 +201,9 @@ def test_rows_that_were_written_before_are_refused(name: str, starts: tuple[int,
 
 def test_rows_between_two_parts_may_be_those_of_another_process() -> None:
     specs, view, tensor = mf.make_layout(SHAPES[:1], "float32"), slot(), random_tensors()["embed"]
+    counted = get_work_count()
     write_rows(view, specs, [("embed", first, tensor[first : first + 2]) for first in (0, 4)])
+    assert get_work_count() == counted + 2
     write_rows(view, specs, [("embed", first, tensor[first : first + 2]) for first in (2, 6)])
     ((_, back),) = read_tensors(view, specs)
     assert torch.equal(back, tensor)

@@ -43,7 +43,7 @@ SMALL = (
 """64 replicas with steps of seconds."""
 SCALED = (
     "recovery.max_restarts=99", "recovery.restart_window_s=60", "trainer.test_freq=0",
-    "trainer.val_before_train=false",
+    "trainer.val_before_train=false", "trainer.total_training_steps=100000",  # drained before
 )  # fmt: skip
 
 
@@ -75,9 +75,10 @@ def compute_ratio(twin_s: Sequence[float], hit_s: Sequence[float]) -> tuple[floa
 
 def run_pair(run_dir: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Make both runs, run_dir and its twin; yield the figures."""
-    settings = (*args.settings, "trainer.total_training_steps=100000")  # drained before
     chance, faults, load = random.Random(args.seed), list[kills.Fault](), list[float]()
-    twin, training = (Run(each, args.config, settings) for each in (find_twin(run_dir), run_dir))
+    twin, training = (
+        Run(each, args.config, args.settings) for each in (find_twin(run_dir), run_dir)
+    )
     with twin, training:
         training.until_step(1)
         every = [

@@ -1,6 +1,6 @@
 """Soak of a run under faults: memory, descriptors and threads of each process must not grow.
 
-Usage: python -m tools.bench.soak [-c CONFIG] [--minutes 30] [--rate 0.1] [--kinds kill]
+Usage: python -m tools.bench.soak [-c CONFIG] [--minutes 55] [--rate 0.1] [--kinds kill]
            [--seed 0] [--keep DIR] [key=value ...]
 Prints one JSON line per process that lived long enough and one for the run; exits 1 if a resource
 grows, the run fails, its books do not agree, its log does not replay or something is left of it.
@@ -43,13 +43,12 @@ from tools.bench.ettr import parse_arguments
 from tools.bench.kills import killed_run as kills
 from tools.kit.real_run import Run, check, print_lines, read_json
 
-SAMPLE_S, BLOCK_S, WARM_S = 5.0, 60.0, 240.0
+SAMPLE_S, BLOCK_S, WARM_S = 5.0, 60.0, 1_200.0
 BLOCKS_MIN = 6  #: minutes after the warm-up that a process must have lived
 GROWTH_MAX = 0.01  #: share of the mean, an hour
 T_MAX = 3.5
 RESOURCES = ("rss", "fds", "threads")
 PAGE_CACHE_MIB = PAGE_CACHE_KIB / 1024  #: of the store
-ENDLESS = ("trainer.total_training_steps=100000", "coordinator.heartbeat_ms=250")
 Samples = defaultdict[tuple[str, int], list[tuple[float, ...]]]
 
 
@@ -129,7 +128,7 @@ def soak(run_dir: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     chance, faults, ready, load = random.Random(args.seed), 0, 0, list[float]()
     samples: Samples = defaultdict(list)
     end = threading.Event()
-    with Run(run_dir, args.config, (*args.settings, *ENDLESS)) as training:
+    with Run(run_dir, args.config, (*args.settings, "coordinator.heartbeat_ms=250")) as training:
         training.until_step(1)
         injector = kills.Injector(training, chance)
         threading.Thread(target=sample, args=(run_dir, samples, end), daemon=True).start()
@@ -155,7 +154,7 @@ def soak(run_dir: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    args = parse_arguments(__doc__ or "", minutes=30.0)
+    args = parse_arguments(__doc__ or "", minutes=55.0)
     args.growing = True
     return print_lines(soak, args) or bool(args.growing)
 

@@ -31,7 +31,7 @@ from laminar.names.roles import ROLE_TABLE
 from laminar.net.addresses import check_reachable
 from laminar.net.auth import RunKeys
 from laminar.net.calls import Handler
-from laminar.net.client import ControlClient, read_address, write_address
+from laminar.net.client import ControlClient, accepts_connections, read_address, write_address
 from laminar.net.rpc_client import RpcClient
 from laminar.net.rpc_server import RpcServer
 from laminar.observe.files import GrowingFile
@@ -114,6 +114,10 @@ class SystemProcess:
     @property
     def silent_ns(self) -> int:
         return self.control.absent_ns
+
+    async def is_coordinator_listening(self) -> bool:
+        address = read_address(self.run_dir / COORDINATOR_FILE)
+        return address is not None and await accepts_connections(address)
 
     @property
     def work_count(self) -> int:

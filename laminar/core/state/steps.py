@@ -39,7 +39,7 @@ class Steps(msgspec.Struct, kw_only=True, omit_defaults=True):
     #: completed steps since the oldest checkpoint, and the one that made it; empty without
     #: checkpoints
     trained: list[StepRecord] = []
-    work_count: int = 0  #: pieces of work of the trainer's process, as last reported
+    work_count: int = 0  #: pieces of work of a process, as last reported by any
     repeated: int = -1  #: completed steps of a returning trainer so far; -1: all
     proposal: list[GroupId] | None = None  #: valid answer of the user's strategy
     proposal_failed: bool = False  #: whether to fall back to the default for this batch

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from laminar.config import ConfigError
 from laminar.names.ports import is_transient
 from laminar.run.directory import RESUME_FILE
+from laminar.run.work_counter import count_work
 from laminar.training import trainer_state
 from laminar.training.checkpoints.file_digests import (
     CRITIC_MODEL_FILE,
@@ -120,6 +121,7 @@ def read_back(directory: Path, learner: Learner) -> None:
     """Check that the file has the learner's merged weights, to the last bit; CheckpointError."""
     with safe_open(directory / MODEL_FILE, framework="pt") as file:
         for name, rows in iter_weight_rows(learner.policy.model):
+            count_work()
             end = rows.first + len(rows.data)
             if not torch.equal(file.get_slice(name)[rows.first : end], rows.data.cpu()):
                 raise CheckpointError(f"{name!r} in {directory} differs from what was written")

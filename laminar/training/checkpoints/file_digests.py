@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from laminar.run.directory import RESUME_FILE
+from laminar.run.work_counter import count_work
 from laminar.training.model.lora_targets import ADAPTER_FILE
 from laminar.training.trainer_state import CheckpointError
 
@@ -75,5 +76,6 @@ def _digest_bytes(file: BinaryIO, nbytes: int = -1) -> str:
     found = xxhash.xxh3_128()
     while block := file.read(min(BLOCK_BYTES, nbytes) if nbytes >= 0 else BLOCK_BYTES):
         found.update(block)
+        count_work()
         nbytes -= len(block) if nbytes >= 0 else 0
     return found.hexdigest()

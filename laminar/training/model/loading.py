@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from laminar.config import ConfigError
 from laminar.run.user_file import get_first_line
+from laminar.run.work_counter import count_work
 from laminar.training.model.file_tensors import (
     find_file_parts,
     group_tied,
@@ -146,3 +147,4 @@ def copy_rows(
     if rows.data.numel() and ranks.reads_files:
         rows.data.copy_(saved[rows.first : rows.first + len(rows.data)] if shape else saved[...])
     ranks.share_rows(rows.data)
+    count_work()

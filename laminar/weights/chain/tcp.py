@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from laminar.events.families import Family
+from laminar.run.work_counter import count_work
 from laminar.weights.arena.region import NO_FILE, Region
 from laminar.weights.chain import wire
 from laminar.weights.chain.transport import READABLE, WRITABLE, FrameHandler
@@ -96,6 +97,8 @@ class Connection(Generic[Incoming]):
             if count == 0:
                 raise ConnectionResetError("the other side closed the connection")
             self.moved_at = time.monotonic()
+            if self._header is not None and self._header.kind != FrameKind.MESSAGE:
+                count_work()
             short = count < self._target.nbytes
             self._target = self._target[count:]
             if short:
@@ -125,6 +128,7 @@ class Connection(Generic[Incoming]):
             count = os.sendfile(self.sock.fileno(), region.fd, region.offset, region.nbytes)
             if not count:
                 raise OSError(errno.EIO, "the file of the weights was truncated")
+            count_work()
             return count
         return self.sock.send(region.view, socket.MSG_MORE if len(self._queue) > 1 else 0)
 

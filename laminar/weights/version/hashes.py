@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from laminar.run.work_counter import count_work
 from laminar.weights.version.manifest import (
     Manifest,
     ManifestError,
@@ -100,6 +101,7 @@ def _hash_chunks(view: Bytes, bounds: Sequence[int]) -> tuple[list[int], str]:
         chunk = view.data[start:end]
         chunks.append(xxhash.xxh3_64_intdigest(chunk))
         whole.update(chunk)
+        count_work()
     return chunks, whole.hexdigest()
 
 

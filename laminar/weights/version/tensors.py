@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from laminar.run.work_counter import count_work
 from laminar.weights.version.hashes import Bytes, check_room
 from laminar.weights.version.manifest import (
     ITEM_BYTES,
@@ -79,6 +80,7 @@ def write_rows(view: Bytes, specs: Sequence[TensorSpec], rows: Iterable[NamedRow
             _write_tensor(view, spec, tensor.detach())
         end = spec.offset + spec.nbytes
         view[end : align_offset(end)] = 0
+        count_work()
     if missing:
         raise ManifestError(f"{len(missing)} tensors were not written: {sorted(missing)[:5]}")
 

@@ -20,18 +20,16 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from laminar.config import Config, ConfigError
 from laminar.config.families import select_text_tensors
 from laminar.engines.check import weight_shapes
-from laminar.training import distributed_learner
 from laminar.training.model.lora_targets import check_lora
 from laminar.training.model.policy import check_files, load_critic, load_policy
 from laminar.training.ranks import RankLayout
-from laminar.training.shared_safetensors import iter_rows
 from laminar.training.steps import TrainSample
+from tests.training.model.test_weight_files import check_refused
 from tests.training.saved_checkpoint import load_checkpoint
 from tests.training.test_distributed_learner import OneProcess
 from tools.kit import family_models, rank_cases
 from tools.kit.extras import needs_peft
 from tools.kit.one_process import OneLearner, named_weights
-from tools.kit.rank_cases import replaced
 from tools.kit.rank_group import RankGroup
 
 Tensors = dict[str, Tensor]
@@ -203,16 +201,7 @@ async def test_tensors_that_differ_are_refused_before_the_first_step(
     kind: str, fault: Callable[[Tensors], Tensors], said: str, directories: Callable[[str], Path]
 ) -> None:
     learner = await load(rank_cases.make_config(settings_of(kind, directories(kind))))
-    usual = distributed_learner.iter_weight_rows
-
-    def faulty(model: Any) -> Any:
-        return iter_rows(fault({name: rows.data for name, rows in usual(model)}).items())
-
-    with (
-        replaced(distributed_learner, "iter_weight_rows", faulty),
-        pytest.raises(ConfigError, match=said),
-    ):
-        await learner.check_weights("float32")
+    await check_refused(learner, fault, said)
 
 
 @pytest.mark.parametrize("change", ["lost", "of another shape", "one more"])

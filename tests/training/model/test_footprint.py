@@ -5,7 +5,7 @@ Each model has two layers of the width of a published one (Qwen2-0.5B, Qwen3-0.6
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -200,18 +200,21 @@ def bytes_of(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def step_without_gradient(learner: Learner, parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Make a step of the optimizer; return its moments."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    learner.optimizer.step()
+    states = learner.optimizer.state.values()
+    return [state[kind] for state in states for kind in state if kind != "step"]
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_state_is_exact(family: str, tied: bool, make_config: Make) -> None:
     model = made(family, 300, tied=tied, layers=1)
     learner = Learner(make_config({"trainer.device": "cpu"}), LoadedPolicy(model, 300))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    learner.optimizer.step()
-    moments = [
-        state[kind] for state in learner.optimizer.state.values() for kind in state
-        if kind != "step"
-    ]  # fmt: skip
+    moments = step_without_gradient(learner, model.parameters())
     found = estimate_footprint(sizes(model), way("float32", copies=True))
     assert found.device["parameters"] == bytes_of(model.parameters())
     assert found.device["gradients"] == bytes_of(p.grad for p in model.parameters())
@@ -247,13 +250,7 @@ def test_the_state_of_adapters_is_exact(dtype: str, tied: bool, make_config: Mak
     model = adapted(config, dtype, "qwen3", 300, tied=tied)
     learner = Learner(config, LoadedPolicy(model, 300, base="of a test"))
     adapters = [parameter for _, parameter in lora.list_adapter_parameters(model)]
-    for parameter in adapters:
-        parameter.grad = torch.zeros_like(parameter)
-    learner.optimizer.step()
-    moments = [
-        state[kind] for state in learner.optimizer.state.values() for kind in state
-        if kind != "step"
-    ]  # fmt: skip
+    moments = step_without_gradient(learner, adapters)
     found = estimate_footprint(sizes(model), adapting(dtype, copies=True, reference=True))
     assert found.device["base"] == bytes_of(get_base_weights(model).values())
     assert found.device["adapters"] == found.device["gradients"] == bytes_of(adapters)

@@ -76,6 +76,11 @@ async def loaded(directory: Path, make_config: Make, **settings: Any) -> OneLear
 async def test_what_differs_from_the_files_is_refused(
     fault: Callable[[Tensors], Tensors], said: str, learner: OneLearner
 ) -> None:
+    await check_refused(learner, fault, said)
+
+
+async def check_refused(learner: Any, fault: Callable[[Tensors], Tensors], said: str) -> None:
+    """Check that a learner which would publish the tensors with this fault says so."""
     usual = distributed_learner.iter_weight_rows
 
     def faulty(model: Any) -> Any:

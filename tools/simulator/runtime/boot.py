@@ -199,6 +199,9 @@ class Boot:
     def count_work(self) -> None:
         self.work_count += 1
 
+    async def is_coordinator_listening(self) -> bool:
+        return self.process.world.coordinator.listening
+
     @property
     def incarnation(self) -> int:
         return self.link.incarnation

@@ -193,6 +193,11 @@ class SimCoordinator:
         delay = self.world.faults.restart_delay_ns() + seconds(verdict.pause_s)
         self.world.scheduler.after(delay, self.start)
 
+    @property
+    def listening(self) -> bool:
+        """Return whether a process has the socket, paused or not."""
+        return self.tick is not None
+
     def pause(self) -> None:
         self.paused = self.tick is not None
 

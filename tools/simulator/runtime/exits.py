@@ -28,7 +28,8 @@ class Exits:
 
     def reset(self) -> None:
         """Start over with a new supervisor."""
-        self._restarts = Restarts(0.0, self._world.config.coordinator.disk_full_timeout_s)
+        times = self._world.config.coordinator
+        self._restarts = Restarts(0.0, times.disk_full_timeout_s, times.stall_timeout_s)
         self._unwritable_ns = -1  #: start of the time in which no coordinator could write; -1: none
         self._served_ns = -1
 
