@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from socket import create_connection
 
 import msgspec
 
@@ -34,6 +35,7 @@ from laminar.run.renames import write_whole
 GONE_S = 10.0  #: silence after which a server counts as gone; a restarted one is back sooner
 STALLS_MAX = 4
 """The connections in a row that end before an awaited message; each takes PROBE_TIMEOUT_MS."""
+REACH_S = 3.0  #: timeout of a connection to a live machine
 LINGER_MS = 200  #: how long the last frames may take to leave a closed socket
 
 now_ns = time.monotonic_ns
@@ -74,15 +76,13 @@ def read_address(path: Path) -> str | None:
     return found.address
 
 
-async def accepts_connections(address: str) -> bool:
-    """Return whether a process listens at "tcp://host:port"; it need not answer anything."""
+def accepts_connections(address: str) -> bool:
+    """Return whether a process listens at "tcp://host:port", answering or not; blocks."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
-        async with asyncio.timeout(GONE_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except OSError:  # refused or, as a TimeoutError, unanswered
+        create_connection((host, int(port)), REACH_S).close()
+    except OSError:
         return False
-    writer.close()
     return True
 
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from socket import create_connection
 
 from laminar.config import ConfigError
 from laminar.events.base import Event
 from laminar.events.codec import encode
 from laminar.net.auth import RunKeys
-from laminar.net.client import read_address
+from laminar.net.client import accepts_connections, read_address
 from laminar.net.frames import FRAME_BYTES_MAX, Ack, Ask, Heartbeat, decode_server
 from laminar.net.frames import encode as encode_frame
 from laminar.net.transport import ClientSocket
@@ -28,7 +27,6 @@ from laminar.run.secret import read_secret
 
 ANSWER_S = 20.0  #: timeout of a request, long enough for a coordinator to restart, even elsewhere
 AGAIN_S = 1.0
-REACH_S = 3.0  #: timeout of a connection to a live machine
 TURN_S = 5.0  #: time limit for a turn of a living coordinator
 _POLL_S = 0.02
 
@@ -61,10 +59,7 @@ def send_user_event(run_dir: Path, event: Event) -> None:
 
 def is_coordinator_alive(address: str, keys: RunKeys) -> bool:
     """Return whether a coordinator of the run responds at this address; blocks, needs no loop."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        create_connection((host, int(port)), REACH_S).close()
-    except OSError:
+    if not accepts_connections(address):
         return False
     asking = ClientSocket(keys)
     try:

@@ -172,9 +172,9 @@ def test_a_coordinator_that_stands_still_is_replaced_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stalls: int, kind: FailureKind | None
 ) -> None:
     monkeypatch.setattr(supervisor_module, "STILL_S", 0.2)
-    stands = [STAND_STILL] * stalls
-    supervisor = StandIns(tmp_path / "run", "SIGTERM", *stands, exit_codes.COMPLETE)
-    over = supervisor.run()
+    codes = *[STAND_STILL] * stalls, exit_codes.COMPLETE
+    over = (supervisor := StandIns(tmp_path / "run", "SIGTERM", *codes)).run()
+    assert over.code == (exit_codes.FAILED if kind else exit_codes.COMPLETE)
     assert (over.failure.kind if over.failure else None) == kind
     assert len(supervisor.codes) == stalls - 1
     assert kind or supervisor.heard.read_text() == "drain SIGTERM\n"

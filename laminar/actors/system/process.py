@@ -117,7 +117,7 @@ class SystemProcess:
 
     async def is_coordinator_listening(self) -> bool:
         address = read_address(self.run_dir / COORDINATOR_FILE)
-        return address is not None and await accepts_connections(address)
+        return address is not None and await asyncio.to_thread(accepts_connections, address)
 
     @property
     def work_count(self) -> int:
